@@ -1,0 +1,5 @@
+"""``python -m treepass``."""
+
+from treepass.cli import main
+
+main()

@@ -1,0 +1,55 @@
+"""Drafters: whatever proposes. ``build_drafter`` makes one from its name."""
+
+from typing import Any
+
+from treepass.drafters.base import Candidates, Draftable, Drafter, NoDrafter, Outcome, Plan, RandomDrafter
+from treepass.drafters.recycling import RecyclingDrafter
+from treepass.drafters.suffix import SuffixDrafter
+from treepass.drafters.union import UnionDrafter
+from treepass.errors import unknown
+
+DRAFTERS = ("auto", "suffix", "recycling", "union", "random", "none")
+"""Names that ``build_drafter`` knows; ``auto`` is the union of suffix and recycling."""
+
+__all__ = [
+    "DRAFTERS",
+    "Candidates",
+    "Draftable",
+    "Drafter",
+    "NoDrafter",
+    "Outcome",
+    "Plan",
+    "RandomDrafter",
+    "RecyclingDrafter",
+    "SuffixDrafter",
+    "UnionDrafter",
+    "build_drafter",
+]
+
+
+def build_drafter(drafter: str | Drafter | None, *, vocab_size: int, memory: bool = True) -> Drafter:
+    """A drafter from its name; a drafter object is returned as it is, None is ``none``.
+
+    Args:
+        drafter: one of ``DRAFTERS``, or a drafter.
+        vocab_size: the target's, for ``random``.
+        memory: whether it remembers earlier requests.
+
+    Raises:
+        ValueError: if the name is unknown, with the nearest known one.
+    """
+    if drafter is None:
+        return NoDrafter()
+    if not isinstance(drafter, str):
+        return drafter
+    if drafter in ("auto", "union"):
+        return UnionDrafter([SuffixDrafter(memory=memory), RecyclingDrafter(memory=memory)])
+    known: dict[str, Any] = {
+        "suffix": lambda: SuffixDrafter(memory=memory),
+        "recycling": lambda: RecyclingDrafter(memory=memory),
+        "random": lambda: RandomDrafter(vocab_size),
+        "none": NoDrafter,
+    }
+    if drafter not in known:
+        raise ValueError(unknown("drafter", drafter, DRAFTERS))
+    return known[drafter]()

@@ -1,0 +1,293 @@
+"""The engine: live sequences, and one decoding step over all of them.
+
+    drafter.propose      candidate trees
+    target.forward       logits of every node, keys and values written
+    follow               the path
+    cache.commit         accepted rows stay, the others are forgotten
+    drafter.observe      the drafter learns
+    PassRecord           what everything else reads
+
+The root of a tree is the last committed token, whose row is not computed yet. So prefill covers the prompt without its
+last token, the first tree already hangs below the prompt, and every emitted token comes from a step.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from treepass.cache import TreeCache
+from treepass.drafters.base import Candidates, Drafter, Outcome, Plan
+from treepass.errors import TreepassWarning
+from treepass.record import PassRecord, PassTimes, Report
+from treepass.sampling import Choice, Sampler
+from treepass.target import Target, prefill
+from treepass.tree import DraftTree, Forest
+from treepass.verify import Verdict, follow
+
+HOPELESS_PASSES = 32
+"""Passes in a row without one accepted node after which drafting stops for the request."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One sequence being written.
+
+    Attributes:
+        ids: prompt and emitted tokens.
+        prompt_length: tokens of the prompt.
+        max_new_tokens: where the text ends at the latest.
+        eos_ids: tokens that end the text; they are part of it.
+        sampler: makes the target's choices.
+        cache: keys and values of ``ids`` without the last one.
+        sequence: index within the request.
+        finish_reason: ``stop`` or ``length`` once the text has ended.
+        report: counts of this sequence.
+        records: the passes, if kept.
+    """
+
+    ids: list[int]
+    max_new_tokens: int
+    eos_ids: frozenset[int]
+    sampler: Sampler
+    cache: TreeCache
+    sequence: int = 0
+    finish_reason: str | None = None
+    report: Report = field(default_factory=Report)
+    records: list[PassRecord] = field(default_factory=list)
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.ids)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.max_new_tokens - (len(self.ids) - self.prompt_length)
+
+
+class Engine:
+    """A target, a drafter and a node limit."""
+
+    def __init__(self, target: Target, drafter: Drafter, nodes: int) -> None:
+        """Args: ``nodes`` is the most drafted nodes per sequence and pass."""
+        self.target = target
+        self.drafter = drafter
+        self.nodes = nodes
+        self._disabled = False
+        self._fruitless = 0
+        self._pending_warnings: list[str] = []
+
+    def admit(self, session: Session) -> None:
+        """Computes the rows of the prompt that are not in the cache yet, all but the last token's."""
+        start = time.perf_counter()
+        known = session.cache.length
+        prefill(self.target, session.cache, session.ids[known:-1])
+        _synchronise(self.target.device)
+        session.report.prompt_rows += session.cache.length - known
+        session.report.prefill_seconds += time.perf_counter() - start
+        self._guard("begin", lambda: self.drafter.begin(session))
+
+    def release(self, session: Session) -> None:
+        """Lets the drafter drop what it remembers for the sequence alone."""
+        self._guard("end", lambda: self.drafter.end(session))
+
+    def step(self, sessions: Sequence[Session]) -> list[PassRecord]:
+        """One pass over the trees of all sequences; each emits at least one token.
+
+        Raises:
+            LogitsError: if the target's logits at a node of a walk are NaN, infinite or all masked.
+        """
+        clock = _Clock()
+        trees = self._draft(sessions)
+        clock.lap("draft")
+        forest = Forest(tuple(trees), tuple(session.cache.length for session in sessions))
+        logits = self.target.forward(forest, [session.cache for session in sessions]).logits
+        _synchronise(self.target.device)
+        clock.lap("forward")
+        verdicts = [
+            follow(tree, session.sampler.chooser(logits[start : start + tree.rows], (tree.depths + length).tolist()))
+            for session, tree, start, length in zip(
+                sessions, trees, forest.offsets, forest.context_lengths, strict=True
+            )
+        ]
+        cuts = [_cut(session, verdict) for session, verdict in zip(sessions, verdicts, strict=True)]
+        clock.lap("verify")
+        for session, verdict, cut in zip(sessions, verdicts, cuts, strict=True):
+            # The last emitted token is the next root: its row, if it has one, is computed again with its children.
+            session.cache.commit((0, *verdict.path[: cut - 1]))
+            session.ids += verdict.tokens[:cut]
+        clock.lap("commit")
+        self._learn(sessions, forest, verdicts, cuts, logits)
+        clock.lap("draft")
+        return self._record(sessions, forest, verdicts, cuts, clock)
+
+    def _draft(self, sessions: Sequence[Session]) -> list[DraftTree]:
+        depths = tuple(
+            max(0, min(session.room - 1, self.target.max_length - 1 - session.cache.length)) for session in sessions
+        )
+        roots = [DraftTree.root_only(session.ids[-1]) for session in sessions]
+        if self._disabled or self.nodes == 0 or max(depths) == 0:
+            return roots
+        plan = Plan(self.nodes, depths)
+        trees: list[DraftTree] = roots
+
+        def propose() -> None:
+            nonlocal trees
+            trees = self._bought(sessions, plan, self.drafter.propose(sessions, plan))
+
+        self._guard("propose", propose)
+        return trees
+
+    def _bought(self, sessions: Sequence[Session], plan: Plan, drafts: Sequence[DraftTree]) -> list[DraftTree]:
+        """The drafts, cut to the plan.
+
+        Raises:
+            ValueError: if a draft does not belong to its sequence.
+        """
+        if len(drafts) != len(sessions):
+            raise ValueError(f"a draft needs one tree per sequence, got {len(drafts)} for {len(sessions)}")
+        for session, draft in zip(sessions, drafts, strict=True):
+            if int(draft.tokens[0]) != session.ids[-1]:
+                raise ValueError(f"the root must carry the last token {session.ids[-1]}, got {int(draft.tokens[0])}")
+            draft.check_vocabulary(self.target.vocab_size)
+        return [draft.truncate_depth(depth).best(plan.nodes) for draft, depth in zip(drafts, plan.depths, strict=True)]
+
+    def _learn(
+        self,
+        sessions: Sequence[Session],
+        forest: Forest,
+        verdicts: Sequence[Verdict[Choice]],
+        cuts: Sequence[int],
+        logits: torch.Tensor,
+    ) -> None:
+        if self._disabled:
+            return
+        drafted = sum(tree.nodes for tree in forest.trees)
+        accepted = sum(len(verdict.path) for verdict in verdicts)
+        self._fruitless = 0 if accepted else self._fruitless + (drafted > 0)
+
+        def observe() -> None:
+            wanted = self.drafter.candidates
+            candidates = _candidates(logits, wanted, forest) if wanted else [None] * len(sessions)
+            outcomes = [
+                Outcome(tree, verdict.path[:cut], verdict.tokens[:cut], likeliest)
+                for tree, verdict, cut, likeliest in zip(forest.trees, verdicts, cuts, candidates, strict=True)
+            ]
+            self.drafter.observe(sessions, outcomes)
+
+        self._guard("observe", observe)
+        if self._fruitless >= HOPELESS_PASSES and not self._disabled:
+            self._disable(
+                f"no node of drafter '{self.drafter.name}' was accepted in {HOPELESS_PASSES} passes; "
+                "drafting is switched off for this request"
+            )
+
+    def _guard(self, hook: str, call: Callable[[], None]) -> None:
+        """Runs a drafter's hook. A drafter that fails costs speed, never the text: it is reported and left out."""
+        if self._disabled:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._disable(
+                f"drafter '{self.drafter.name}' failed in {hook} ({type(error).__name__}: {error}); "
+                "drafting is switched off for this request"
+            )
+
+    def _disable(self, message: str) -> None:
+        self._disabled = True
+        self._pending_warnings.append(message)
+        warnings.warn(message, TreepassWarning, stacklevel=2)
+
+    def _record(
+        self,
+        sessions: Sequence[Session],
+        forest: Forest,
+        verdicts: Sequence[Verdict[Choice]],
+        cuts: Sequence[int],
+        clock: "_Clock",
+    ) -> list[PassRecord]:
+        messages = tuple(self.take_warnings())
+        ranks = [tuple(tree.ranks().tolist()) for tree in forest.trees]
+        arrays = [
+            (tuple(tree.tokens.tolist()), tuple(tree.parents.tolist()), tuple(tree.path_prob.tolist()))
+            for tree in forest.trees
+        ]
+        clock.lap("other")
+        records = [
+            PassRecord(
+                sequence=session.sequence,
+                index=session.report.passes,
+                context_length=forest.context_lengths[i],
+                tokens=arrays[i][0],
+                parents=arrays[i][1],
+                path_prob=arrays[i][2],
+                ranks=ranks[i],
+                path=verdicts[i].path[: cuts[i]],
+                emitted=verdicts[i].tokens[: cuts[i]],
+                logprobs=tuple(choice.logprob for choice in verdicts[i].choices[: cuts[i]]),
+                scores=tuple(choice.score for choice in verdicts[i].choices[: cuts[i]]),
+                ended="accepted" if cuts[i] <= len(verdicts[i].path) else verdicts[i].ended,
+                times=clock.share(forest.trees[i].rows / forest.rows),
+                warnings=messages if i == 0 else (),
+            )
+            for i, session in enumerate(sessions)
+        ]
+        for session, record in zip(sessions, records, strict=True):
+            session.report.add(record)
+        return records
+
+    def take_warnings(self) -> list[str]:
+        """The warnings that no record carries yet."""
+        messages, self._pending_warnings = self._pending_warnings, []
+        return messages
+
+
+def _cut(session: Session, verdict: Verdict[Choice]) -> int:
+    """How many tokens of the verdict belong to the text; marks the session as finished where it ends."""
+    for count, token in enumerate(verdict.tokens[: session.room], start=1):
+        if token in session.eos_ids:
+            session.finish_reason = "stop"
+            return count
+    if len(verdict.tokens) >= session.room:
+        session.finish_reason = "length"
+    return min(len(verdict.tokens), session.room)
+
+
+def _candidates(logits: torch.Tensor, count: int, forest: Forest) -> list[Candidates | None]:
+    """The likeliest tokens of every row, tree by tree; one transfer to the host."""
+    rows = logits.float()
+    values, tokens = rows.topk(min(count, rows.shape[-1]), dim=-1)
+    logprobs = values - rows.logsumexp(dim=-1, keepdim=True)
+    packed = torch.cat([tokens.double(), logprobs.double()], dim=-1).cpu().numpy()
+    ids, logp = np.split(packed, 2, axis=-1)
+    ids = ids.astype(np.int64)
+    return [
+        Candidates(ids[start : start + tree.rows], logp[start : start + tree.rows])
+        for tree, start in zip(forest.trees, forest.offsets, strict=True)
+    ]
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Clock:
+    """Seconds by part: every lap goes to the part named at its end."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._parts = {"draft": 0.0, "forward": 0.0, "verify": 0.0, "commit": 0.0, "other": 0.0}
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self._parts[part] += now - self._last
+        self._last = now
+
+    def share(self, fraction: float) -> PassTimes:
+        return PassTimes(**{part: seconds * fraction for part, seconds in self._parts.items()})
