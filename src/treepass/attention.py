@@ -3,11 +3,12 @@
 Row v of sequence s sees the committed context of s, the ancestors of v and v itself; nothing else. Keys stand in the
 order in which ``TreeCache`` hands them out: for each sequence its context, then the rows of its tree.
 
-Implementations are chosen by name and never replaced silently:
+Implementations are chosen by name and never replaced silently. There is one so far, ``dense``: every row against every
+key of the pass under a 4-D mask. Its kernels, measured by ``benchmarks/attention_kernels.py``:
 
-    dense   the model's own attention with a 4-D mask; kernel ``sdpa`` or ``eager`` (``benchmarks/attention_kernels.py``
-            measures both). SDPA is the default: it was level or ahead at every size measured, and unlike
-            transformers' eager attention it does not round its softmax to float32 in a float64 model.
+    grouped  torch's SDPA over grouped heads as they are; the default on the CPU
+    sdpa     transformers' SDPA, which under a mask copies keys and values once per query head; the default elsewhere
+    eager    transformers' plain products; rounds its softmax to float32 even in a float64 model
 """
 
 from collections.abc import Iterator
@@ -16,12 +17,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
 
 from treepass.tree import BoolArray, DraftTree, Forest
 
 ATTENTIONS = ("dense",)
-DENSE_KERNELS = ("sdpa", "eager")
-DEFAULT_DENSE_KERNEL = "sdpa"
+DENSE_KERNELS = {"grouped": "treepass_grouped", "sdpa": "sdpa", "eager": "eager"}
+"""Kernels of the dense attention, and the names that transformers knows them by."""
+
+
+def default_kernel(device: torch.device) -> str:
+    """The kernel that was fastest on this kind of device.
+
+    Off the CPU SDPA's fused kernels take a mask or grouped heads, but not everywhere both.
+    """
+    return "grouped" if device.type == "cpu" else "sdpa"
 
 
 def tree_visibility(tree: DraftTree) -> BoolArray:
@@ -45,15 +56,12 @@ def forest_visibility(forest: Forest) -> torch.Tensor:
     return visible
 
 
-def dense_mask(forest: Forest, kernel: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The 4-D mask [1, 1, rows, keys] in the form that ``kernel`` takes.
+def dense_mask(forest: Forest, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The 4-D mask [1, 1, rows, keys] that is added to the scores: 0 where a row sees a key, -inf elsewhere.
 
-    SDPA takes booleans, True where a row sees a key; eager attention takes numbers to add to the scores, 0 and -inf.
     No row is masked whole, since every row sees itself.
     """
     visible = forest_visibility(forest)[None, None]
-    if kernel == "sdpa":
-        return visible.to(device)
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf")).to(device)
 
 
@@ -61,8 +69,33 @@ def dense_mask(forest: Forest, kernel: str, dtype: torch.dtype, device: torch.de
 def attention_kernel(config: Any, kernel: str) -> Iterator[None]:
     """Runs the model of ``config`` with another attention kernel, and leaves its own in place afterwards."""
     before = config._attn_implementation
-    config._attn_implementation = kernel
+    config._attn_implementation = DENSE_KERNELS[kernel]
     try:
         yield
     finally:
         config._attn_implementation = before
+
+
+def register_kernels() -> None:
+    """Makes our kernels known to transformers, by names of our own; doing it again changes nothing."""
+    AttentionInterface.register(DENSE_KERNELS["grouped"], _grouped)
+
+
+def _grouped(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **features: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of [1, heads, rows, width] to [1, key heads, keys, width]; returns [1, rows, heads, width]."""
+    for feature in ("softcap", "s_aux", "position_bias"):
+        if features.get(feature) is not None:
+            raise ValueError(f"the 'grouped' attention kernel has no {feature}; choose kernel 'eager'")
+    output = scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
+    )
+    return output.transpose(1, 2).contiguous(), None

@@ -14,6 +14,7 @@ last token, the first tree already hangs below the prompt, and every emitted tok
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +25,7 @@ from treepass.drafters.base import Candidates, Drafter, Outcome, Plan
 from treepass.errors import TreepassWarning
 from treepass.record import PassRecord, PassTimes, Report
 from treepass.sampling import Choice, Sampler
-from treepass.target import Target, prefill
+from treepass.target import PREFILL_ROWS, Target, prefill
 from treepass.tree import DraftTree, Forest
 from treepass.verify import Verdict, follow
 
@@ -80,19 +81,31 @@ class Engine:
         self._disabled = False
         self._fruitless = 0
         self._pending_warnings: list[str] = []
+        self._begun: set[int] = set()
 
     def admit(self, session: Session) -> None:
         """Computes the rows of the prompt that are not in the cache yet, all but the last token's."""
         start = time.perf_counter()
         known = session.cache.length
-        prefill(self.target, session.cache, session.ids[known:-1])
+        wanted = min(self.drafter.prompt_rows, PREFILL_ROWS) if self.nodes else 0
+        logits = prefill(self.target, session.cache, session.ids[known:-1], wanted)
+        candidates = None if logits is None else _candidates(logits, self.drafter.candidates)
         _synchronise(self.target.device)
         session.report.prompt_rows += session.cache.length - known
         session.report.prefill_seconds += time.perf_counter() - start
-        self._guard("begin", lambda: self.drafter.begin(session))
+        if not self._disabled:
+            self._begun.add(id(session))
+        self._guard("begin", lambda: self.drafter.begin(session, candidates))
 
     def release(self, session: Session) -> None:
-        """Lets the drafter drop what it remembers for the sequence alone."""
+        """Lets the drafter drop what it remembers for the sequence alone, even if drafting is switched off by now."""
+        if id(session) not in self._begun:
+            return
+        self._begun.remove(id(session))
+        if self._disabled:
+            # Why it was switched off is told already; that it fails once more is no news.
+            with suppress(Exception):
+                self.drafter.end(session)
         self._guard("end", lambda: self.drafter.end(session))
 
     def step(self, sessions: Sequence[Session]) -> list[PassRecord]:
@@ -171,11 +184,12 @@ class Engine:
         self._fruitless = 0 if accepted else self._fruitless + (drafted > 0)
 
         def observe() -> None:
-            wanted = self.drafter.candidates
-            candidates = _candidates(logits, wanted, forest) if wanted else [None] * len(sessions)
+            candidates = _candidates(logits, self.drafter.candidates) if self.drafter.candidates else None
             outcomes = [
-                Outcome(tree, verdict.path[:cut], verdict.tokens[:cut], likeliest)
-                for tree, verdict, cut, likeliest in zip(forest.trees, verdicts, cuts, candidates, strict=True)
+                Outcome(
+                    tree, verdict.path[:cut], verdict.tokens[:cut], candidates and candidates.rows(start, tree.rows)
+                )
+                for tree, start, verdict, cut in zip(forest.trees, forest.offsets, verdicts, cuts, strict=True)
             ]
             self.drafter.observe(sessions, outcomes)
 
@@ -194,7 +208,7 @@ class Engine:
             call()
         except Exception as error:
             self._disable(
-                f"drafter '{self.drafter.name}' failed in {hook} ({type(error).__name__}: {error}); "
+                f"drafter '{self.drafter.name}' failed in {hook} ({type(error).__name__}: {' '.join(str(error).split())}); "
                 "drafting is switched off for this request"
             )
 
@@ -258,18 +272,14 @@ def _cut(session: Session, verdict: Verdict[Choice]) -> int:
     return min(len(verdict.tokens), session.room)
 
 
-def _candidates(logits: torch.Tensor, count: int, forest: Forest) -> list[Candidates | None]:
-    """The likeliest tokens of every row, tree by tree; one transfer to the host."""
+def _candidates(logits: torch.Tensor, count: int) -> Candidates:
+    """The likeliest tokens of every row; one transfer to the host."""
     rows = logits.float()
     values, tokens = rows.topk(min(count, rows.shape[-1]), dim=-1)
     logprobs = values - rows.logsumexp(dim=-1, keepdim=True)
     packed = torch.cat([tokens.double(), logprobs.double()], dim=-1).cpu().numpy()
     ids, logp = np.split(packed, 2, axis=-1)
-    ids = ids.astype(np.int64)
-    return [
-        Candidates(ids[start : start + tree.rows], logp[start : start + tree.rows])
-        for tree, start in zip(forest.trees, forest.offsets, strict=True)
-    ]
+    return Candidates(ids.astype(np.int64), logp)
 
 
 def _synchronise(device: torch.device) -> None:

@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from treepass.attention import DEFAULT_DENSE_KERNEL
 from treepass.drafters import Drafter, build_drafter
 from treepass.engine import Engine, Session
 from treepass.errors import PromptError
 from treepass.models import load
 from treepass.record import PassRecord, Report
 from treepass.sampling import Sampler, SamplingParams, draw_seed
-from treepass.target import HFTarget
+from treepass.target import HFTarget, check_supported
 
-DEFAULT_NODES = 16
+DEFAULT_NODES = 32
 """Most drafted nodes per sequence and pass, until a budget is measured."""
 
 MAX_NODES = 512
@@ -62,7 +61,7 @@ class TreeDecoder:
         nodes: int = DEFAULT_NODES,
         memory: bool = True,
         attention: str = "dense",
-        kernel: str = DEFAULT_DENSE_KERNEL,
+        kernel: str | None = None,
     ) -> None:
         """Wraps a model; the model itself is left as it was.
 
@@ -74,7 +73,8 @@ class TreeDecoder:
             memory: whether a drafter built from a name remembers earlier requests. It is bounded, it belongs to this
                 decoder alone, and it never changes the text.
             attention: name of the tree attention.
-            kernel: kernel of the ``dense`` attention, ``sdpa`` or ``eager``.
+            kernel: kernel of the ``dense`` attention, ``grouped``, ``sdpa`` or ``eager``; the fastest for the device
+                if None.
 
         Raises:
             UnsupportedModelError: if the model cannot decode trees exactly.
@@ -139,15 +139,19 @@ class TreeDecoder:
         for name, value in (("max_new_tokens", max_new_tokens), ("num_return_sequences", num_return_sequences)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        # A model may have been put back into training mode since the decoder was made.
+        check_supported(self.target.model)
         seed = draw_seed() if seed is None else seed
         params = SamplingParams(temperature, top_k, top_p, min_p, seed)
         prompts = _prompts(input_ids, attention_mask)
         for prompt in prompts:
             self._check_prompt(prompt)
         engine = Engine(self.target, self.drafter, self.nodes)
-        sessions = self._admit(engine, prompts, params, max_new_tokens, num_return_sequences, self._eos(eos_token_id))
+        eos_ids = self._eos(eos_token_id)
+        sessions: list[Session] = []
         records: list[PassRecord] = []
         try:
+            self._admit(engine, sessions, prompts, params, max_new_tokens, num_return_sequences, eos_ids)
             live = list(sessions)
             while live and not (should_stop and should_stop()):
                 for record in engine.step(live):
@@ -159,7 +163,7 @@ class TreeDecoder:
         finally:
             for session in sessions:
                 engine.release(session)
-        return self._output(sessions, records, seed, engine.take_warnings())
+        return self._output(sessions, records, params.seed, engine.take_warnings())
 
     def _check_prompt(self, prompt: list[int]) -> None:
         limit = self.target.max_length
@@ -180,21 +184,23 @@ class TreeDecoder:
     def _eos(self, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
         if eos_token_id is None:
             eos_token_id = self.target.model.generation_config.eos_token_id
-        if eos_token_id is None:
-            return frozenset()
-        return frozenset([eos_token_id] if isinstance(eos_token_id, int) else eos_token_id)
+        ids = _plain([] if eos_token_id is None else eos_token_id)
+        ids = ids if isinstance(ids, list) else [ids]
+        if any(type(token) is not int for token in ids):
+            raise ValueError(f"eos_token_id must be a token id or several, got {eos_token_id!r}")
+        return frozenset(ids)
 
     def _admit(
         self,
         engine: Engine,
+        sessions: list[Session],
         prompts: list[list[int]],
         params: SamplingParams,
         max_new_tokens: int,
         samples: int,
         eos_ids: frozenset[int],
-    ) -> list[Session]:
-        """One session per sample; samples of a prompt copy the rows that the first one computed."""
-        sessions: list[Session] = []
+    ) -> None:
+        """Adds one session per sample; samples of a prompt copy the rows that the first one computed."""
         for prompt in prompts:
             room = min(max_new_tokens, self.target.max_length - len(prompt))
             first: Session | None = None
@@ -207,14 +213,13 @@ class TreeDecoder:
                     cache=first.cache.copy() if first else self.target.new_cache(len(prompt) + room + self.nodes),
                     sequence=len(sessions),
                 )
+                sessions.append(session)
                 engine.admit(session)
                 if room < max_new_tokens:
                     session.report.warnings.append(
                         f"max_new_tokens was cut from {max_new_tokens} to {room} by the model's maximum length"
                     )
                 first = first or session
-                sessions.append(session)
-        return sessions
 
     def _output(self, sessions: list[Session], records: list[PassRecord], seed: int, late: list[str]) -> TreeOutput:
         report = Report(warnings=late)
@@ -245,19 +250,28 @@ def _prompts(input_ids: Any, attention_mask: Any) -> list[list[int]]:
     """
     if isinstance(input_ids, str):
         raise PromptError("input_ids must be token ids, got a string; encode it with the model's tokenizer")
-    rows = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
+    rows = _plain(input_ids)
+    if not isinstance(rows, list):
+        raise PromptError(f"input_ids must be a list or a tensor of token ids, got {type(input_ids).__name__}")
     if not rows:
         raise PromptError("the prompt is empty; give at least one token")
-    if not isinstance(rows[0], (list, tuple)):
+    if not isinstance(rows[0], list):
         rows = [rows]
+    for row in rows:
+        wrong = [token for token in row if type(token) is not int] if isinstance(row, list) else [row]
+        if wrong:
+            raise PromptError(f"input_ids must be integers, got {wrong[0]!r:.40}")
     if attention_mask is not None:
-        masks = attention_mask.tolist() if hasattr(attention_mask, "tolist") else attention_mask
-        masks = masks if isinstance(masks[0], (list, tuple)) else [masks]
+        masks = _plain(attention_mask)
+        masks = masks if masks and isinstance(masks[0], list) else [masks]
         if [len(row) for row in rows] != [len(mask) for mask in masks]:
             raise PromptError("attention_mask must have the shape of input_ids")
         rows = [[t for t, seen in zip(row, mask, strict=True) if seen] for row, mask in zip(rows, masks, strict=True)]
-    for row in rows:
-        wrong = [token for token in row if isinstance(token, bool) or not isinstance(token, int)]
-        if wrong:
-            raise PromptError(f"input_ids must be integers, got {wrong[0]!r}")
-    return [list(row) for row in rows]
+    return rows
+
+
+def _plain(values: Any) -> Any:
+    """Tensors, arrays and sequences, nested or not, as lists of Python's own numbers."""
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return [_plain(value) for value in values] if isinstance(values, (list, tuple, set, frozenset, range)) else values

@@ -11,6 +11,7 @@ import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -46,15 +47,20 @@ class SamplingParams:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, fits, rule in (
-            ("temperature", self.temperature, lambda v: 0 <= v < float("inf"), "be finite and >= 0"),
-            ("top_k", self.top_k or 0, lambda v: v >= 0 and int(v) == v, "be an integer >= 0"),
-            ("top_p", self.top_p, lambda v: 0 < v <= 1, "lie in (0, 1]"),
-            ("min_p", self.min_p, lambda v: 0 <= v <= 1, "lie in [0, 1]"),
-            ("seed", self.seed, lambda v: int(v) == v, "be an integer"),
+        for name, kind, fits, rule in (
+            ("temperature", float, lambda v: 0 <= v < math.inf, "be finite and >= 0"),
+            ("top_k", int, lambda v: 0 <= v < math.inf and int(v) == v, "be an integer >= 0"),
+            ("top_p", float, lambda v: 0 < v <= 1, "lie in (0, 1]"),
+            ("min_p", float, lambda v: 0 <= v <= 1, "lie in [0, 1]"),
+            ("seed", int, lambda v: abs(v) < math.inf and int(v) == v, "be an integer"),
         ):
-            if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not fits(value):
+            value = getattr(self, name)
+            if name == "top_k" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
                 raise ValueError(f"{name} must {rule}, got {value!r}")
+            # Numbers of NumPy are numbers too, but 64-bit seeds and JSON need those of Python.
+            object.__setattr__(self, name, kind(value))
 
     @property
     def greedy(self) -> bool:

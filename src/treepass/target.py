@@ -8,7 +8,14 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from treepass.attention import ATTENTIONS, DEFAULT_DENSE_KERNEL, DENSE_KERNELS, attention_kernel, dense_mask
+from treepass.attention import (
+    ATTENTIONS,
+    DENSE_KERNELS,
+    attention_kernel,
+    default_kernel,
+    dense_mask,
+    register_kernels,
+)
 from treepass.cache import PassCache, TreeCache
 from treepass.errors import UnsupportedModelError, unknown
 from treepass.tree import DraftTree, Forest
@@ -74,13 +81,13 @@ class HFTarget:
 
     name = "hf"
 
-    def __init__(self, model: PreTrainedModel, attention: str = "dense", kernel: str = DEFAULT_DENSE_KERNEL) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str = "dense", kernel: str | None = None) -> None:
         """Wraps a model; the model itself is not changed.
 
         Args:
             model: a causal language model of a verified type, in evaluation mode.
             attention: name of the tree attention.
-            kernel: ``sdpa`` or ``eager``, for ``dense``.
+            kernel: ``grouped``, ``sdpa`` or ``eager``, for ``dense``; None takes the fastest for the device.
 
         Raises:
             UnsupportedModelError: if the model cannot decode trees exactly.
@@ -88,16 +95,17 @@ class HFTarget:
         """
         if attention not in ATTENTIONS:
             raise ValueError(unknown("attention", attention, ATTENTIONS))
-        if kernel not in DENSE_KERNELS:
+        if kernel is not None and kernel not in DENSE_KERNELS:
             raise ValueError(unknown("kernel", kernel, DENSE_KERNELS))
         check_supported(model)
         self.model = model
         self.attention = attention
-        self.kernel = kernel
+        self.kernel = kernel or default_kernel(self.device)
         self.config = model.config.get_text_config()
         self.vocab_size = int(self.config.vocab_size)
         self.max_length = int(self.config.max_position_embeddings)
         self._cache_argument = _cache_argument(model)
+        register_kernels()
 
     @property
     def device(self) -> torch.device:
@@ -138,7 +146,7 @@ class HFTarget:
         arguments = {
             "input_ids": torch.from_numpy(forest.tokens)[None].to(self.device),
             "position_ids": positions,
-            "attention_mask": dense_mask(forest, self.kernel, self.dtype, self.device),
+            "attention_mask": dense_mask(forest, self.dtype, self.device),
             self._cache_argument: PassCache(caches, [tree.rows for tree in forest.trees]),
             "use_cache": True,
             "logits_to_keep": 0 if rows is None else torch.as_tensor(rows, dtype=torch.long, device=self.device),
@@ -161,15 +169,28 @@ class HFTarget:
                 )
 
 
-def prefill(target: Target, cache: TreeCache, tokens: Sequence[int]) -> int:
-    """Computes and commits the rows of known tokens behind those already cached, in chunks. Returns the passes run."""
-    passes = 0
-    for start in range(0, len(tokens), PREFILL_ROWS):
-        chain = DraftTree.chain(tokens[start : start + PREFILL_ROWS])
-        target.forward(Forest((chain,), (cache.length,)), [cache], rows=())
+def prefill(target: Target, cache: TreeCache, tokens: Sequence[int], last: int = 0) -> torch.Tensor | None:
+    """Computes and commits the rows of known tokens behind those already cached, in chunks; the first one is short.
+
+    Args:
+        target: the model.
+        cache: the sequence's rows so far.
+        tokens: the tokens that follow.
+        last: how many of the last rows' logits are wanted, at most ``PREFILL_ROWS``.
+
+    Returns:
+        Logits of the last rows, [min(last, len(tokens)), vocabulary]; None if none were wanted or there are no tokens.
+    """
+    logits = None
+    start, end = 0, len(tokens) % PREFILL_ROWS or PREFILL_ROWS
+    while start < len(tokens):
+        chain = DraftTree.chain(tokens[start:end])
+        rows = range(max(0, chain.rows - last), chain.rows) if end == len(tokens) else ()
+        output = target.forward(Forest((chain,), (cache.length,)), [cache], rows=rows)
+        logits = output.logits if len(rows) else None
         cache.commit(range(chain.rows))
-        passes += 1
-    return passes
+        start, end = end, end + PREFILL_ROWS
+    return logits
 
 
 def check_supported(model: Any) -> None:

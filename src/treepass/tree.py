@@ -192,7 +192,7 @@ class DraftTree:
     @classmethod
     def chain(cls, tokens: Sequence[int] | IntArray, path_prob: ArrayLike | None = None) -> "DraftTree":
         """A chain: ``tokens[0]`` is the root, every later token the child of the one before it."""
-        values = np.asarray(tokens, dtype=np.int64)
+        values = np.asarray(tokens)
         prob = np.ones(len(values)) if path_prob is None else np.asarray(path_prob, dtype=np.float64)
         return cls(values, np.arange(-1, len(values) - 1), prob)
 
@@ -201,9 +201,9 @@ class DraftTree:
         cls, tokens: ArrayLike, parents: ArrayLike, path_prob: ArrayLike | None = None, draws: Any = None
     ) -> "DraftTree":
         """A tree from its parent array; without ``path_prob`` every node counts as certain."""
-        values = np.asarray(tokens, dtype=np.int64)
+        values = np.asarray(tokens)
         prob = np.ones(len(values)) if path_prob is None else np.asarray(path_prob, dtype=np.float64)
-        return cls(values, np.asarray(parents, dtype=np.int64), prob, draws or {})
+        return cls(values, np.asarray(parents), prob, draws or {})
 
     @classmethod
     def from_widths(cls, root: int, levels: Sequence[Sequence[int]], widths: Sequence[int]) -> "DraftTree":

@@ -7,19 +7,22 @@ import typer
 
 from treepass.cli.env import EPILOG as ENV_EXAMPLES
 from treepass.cli.env import env
+from treepass.cli.generate import EPILOG as GENERATE_EXAMPLES
+from treepass.cli.generate import generate
 from treepass.cli.output import Verbs, examples, version
 
 app = typer.Typer(
     cls=Verbs,
     name="treepass",
     help="Lossless tree speculation: several tokens per forward pass, the text of the model alone.",
-    epilog=examples("treepass env", "treepass env --json"),
+    epilog=examples('treepass generate "Why is the sky blue?" --compare', "treepass env"),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
+app.command("generate", epilog=GENERATE_EXAMPLES)(generate)
 app.command("env", epilog=ENV_EXAMPLES)(env)
 
 

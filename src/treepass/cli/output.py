@@ -3,8 +3,11 @@
 Results go to stdout, everything else to stderr. ``--json`` prints one document on one line, the last line of stdout.
 """
 
+import contextlib
+import errno
 import importlib.metadata
 import json
+import os
 import platform
 import sys
 import unicodedata
@@ -45,6 +48,17 @@ class Verbs(TyperGroup):
             fail(str(error), ExitCode.USAGE)
         except KeyboardInterrupt:
             fail("interrupted", ExitCode.INTERRUPTED)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # a closed pipe, which ends a command without a word, among them
+                raise
+            _drop_output()
+            fail(f"cannot write the output: {error.strerror}; free some space or write elsewhere", ExitCode.RUNTIME)
+
+
+def _drop_output() -> None:
+    """Makes what stdout still holds go nowhere, or the interpreter would fail on it once more when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(message: str, code: ExitCode) -> NoReturn:

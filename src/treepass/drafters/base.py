@@ -45,7 +45,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The target's own likeliest tokens at every row of a tree.
+    """The target's own likeliest tokens at some rows: those of a tree, or the last ones of a prompt.
 
     Attributes:
         tokens: int64 [rows, k], likeliest first.
@@ -54,6 +54,10 @@ class Candidates:
 
     tokens: IntArray
     logprobs: FloatArray
+
+    def rows(self, start: int, count: int) -> "Candidates":
+        """The candidates of ``count`` rows from ``start`` on."""
+        return Candidates(self.tokens[start : start + count], self.logprobs[start : start + count])
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +83,23 @@ class Drafter(Protocol):
     Attributes:
         name: as given on the command line.
         law: how children are chosen: as a function of the text alone, or with the sampler's own noise.
-        candidates: how many of the target's likeliest tokens per row ``observe`` wants to see; 0 for none.
+        candidates: how many of the target's likeliest tokens per row it wants to see; 0 for none.
+        prompt_rows: for how many of the prompt's last rows it wants to see them in ``begin``.
     """
 
     name: str
     law: ChildLaw
     candidates: int
+    prompt_rows: int
 
-    def begin(self, session: Draftable) -> None:
-        """A sequence enters; its prompt stands in ``session.ids``."""
+    def begin(self, session: Draftable, prompt: Candidates | None) -> None:
+        """A sequence enters.
+
+        Args:
+            session: its ids are the prompt.
+            prompt: candidates of the last rows computed by prefill, up to ``prompt_rows``: row i from the end belongs
+                to ``session.ids[-2 - i]``. None if none were wanted, or if prefill was not needed.
+        """
         ...
 
     def propose(self, sessions: Sequence[Draftable], plan: Plan) -> list[DraftTree]:
@@ -113,8 +125,9 @@ class NoDrafter:
     name = "none"
     law: ChildLaw = "deterministic"
     candidates = 0
+    prompt_rows = 0
 
-    def begin(self, session: Draftable) -> None:
+    def begin(self, session: Draftable, prompt: Candidates | None) -> None:
         """Nothing to remember."""
 
     def propose(self, sessions: Sequence[Draftable], plan: Plan) -> list[DraftTree]:

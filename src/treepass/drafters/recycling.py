@@ -1,7 +1,8 @@
 """The recycling drafter: the target's own likeliest tokens, kept and used again.
 
 Every pass leaves, for every row, the target's likeliest next tokens, most of which are thrown away. A table keeps them
-by the last two tokens of the row's context, and by the last one alone; a tree is expanded from it best-first. After
+by the last two tokens of the row's context, and by the last one alone; a tree is expanded from it best-first. The
+tokens that came second where the root was chosen are tried below it: a thought postponed is often said next. After
 Token Recycling (arXiv 2408.08696), with a second order of context and with probabilities in place of a fixed shape.
 Above temperature 0 children are ranked with the noise of the target's own choice.
 """
@@ -9,11 +10,12 @@ Above temperature 0 children are ranked with the noise of the target's own choic
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from treepass.drafters.base import ChildLaw, Draftable, Outcome, Plan
+from treepass.drafters.base import Candidates, ChildLaw, Draftable, Outcome, Plan
 from treepass.drafters.expand import Continuations, best_first
 from treepass.sampling import Sampler
 from treepass.tree import DraftTree
@@ -22,6 +24,11 @@ CANDIDATES = 8
 RELIABILITY = {1: 0.35, 2: 0.65}
 """By context length: how much of a kept probability came true in the next like context, on held-out text."""
 
+RUNNERS_UP = 3
+RUNNER_UP_PROB = 0.04
+"""How often each of the tokens that came second to fourth was chosen one position later instead, on held-out text."""
+
+PROMPT_ROWS = 128
 MAX_DEPTH = 16
 CAPACITY = 32_768
 """Contexts kept per order; the least recently written are forgotten."""
@@ -65,21 +72,36 @@ class RecyclingTable:
             entries.popitem(last=False)
 
 
+@dataclass(slots=True)
+class _Live:
+    """What is kept for one live sequence: its table, and the tokens that came second where its root was chosen."""
+
+    table: RecyclingTable
+    runners_up: tuple[int, ...] = ()
+
+
 class RecyclingDrafter:
     """Trees from the target's own earlier candidates."""
 
     name = "recycling"
     law: ChildLaw = "shared noise"
     candidates = CANDIDATES
+    prompt_rows = PROMPT_ROWS
 
     def __init__(self, *, memory: bool = True) -> None:
         """Args: ``memory`` keeps one table over all requests; without it every sequence has a table of its own."""
         self._table = RecyclingTable() if memory else None
-        self._live: dict[int, RecyclingTable] = {}
+        self._live: dict[int, _Live] = {}
 
-    def begin(self, session: Draftable) -> None:
-        """Gives the sequence its table."""
-        self._live[id(session)] = RecyclingTable() if self._table is None else self._table
+    def begin(self, session: Draftable, prompt: Candidates | None) -> None:
+        """Gives the sequence its table, and writes the candidates of the prompt's last rows."""
+        live = self._live[id(session)] = _Live(RecyclingTable() if self._table is None else self._table)
+        if prompt is None:
+            return
+        entries = _entries(prompt)
+        first = len(session.ids) - 1 - len(entries)
+        for place, entry in enumerate(entries, start=first):
+            live.table.write(session.ids[place - 1] if place else None, session.ids[place], entry)
 
     def propose(self, sessions: Sequence[Draftable], plan: Plan) -> list[DraftTree]:
         """One tree per sequence."""
@@ -99,20 +121,17 @@ class RecyclingDrafter:
         for session, outcome in zip(sessions, outcomes, strict=True):
             if outcome.candidates is None:
                 raise ValueError("the recycling drafter needs the target's candidates, got none")
-            ids, root = session.ids, len(session.ids) - len(outcome.emitted) - 1
-            before_root = ids[root - 1] if root > 0 else None
+            live = self._live[id(session)]
+            root = len(session.ids) - len(outcome.emitted) - 1
+            before_root = session.ids[root - 1] if root > 0 else None
             tokens, parents = outcome.tree.tokens.tolist(), outcome.tree.parents.tolist()
-            entries = list(
-                zip(
-                    map(tuple, outcome.candidates.tokens.tolist()),
-                    map(tuple, outcome.candidates.logprobs.tolist()),
-                    strict=True,
-                )
-            )
+            entries = _entries(outcome.candidates)
             accepted = (0, *outcome.path)
             for row in (*(row for row in range(len(tokens)) if row not in accepted), *accepted):
                 before = tokens[parents[row]] if row else before_root
-                self._live[id(session)].write(before, tokens[row], entries[row])
+                live.table.write(before, tokens[row], entries[row])
+            likeliest = entries[accepted[-1]][0]
+            live.runners_up = tuple(t for t in likeliest if t != session.ids[-1])[:RUNNERS_UP]
 
     def end(self, session: Draftable) -> None:
         """Drops the sequence's table, unless it lasts over requests."""
@@ -124,18 +143,27 @@ class RecyclingDrafter:
             self._table = RecyclingTable()
 
 
-def _continuations(table: RecyclingTable, sampler: Sampler, position: int) -> Continuations:
+def _entries(candidates: Candidates) -> list[Entry]:
+    return list(zip(map(tuple, candidates.tokens.tolist()), map(tuple, candidates.logprobs.tolist()), strict=True))
+
+
+def _continuations(live: _Live, sampler: Sampler, position: int) -> Continuations:
     """Children of a node; ``position`` is that of the root's children."""
 
     def continuations(context: tuple[int, ...], depth: int) -> Iterable[tuple[int, float]]:
-        order, (tokens, logprobs) = table.read(context)
+        order, (tokens, logprobs) = live.table.read(context)
+        reliability = RELIABILITY.get(order, 0.0)
         if not order:
-            return ()
-        if sampler.params.greedy:
+            probs = []
+        elif sampler.params.greedy:
             probs = [math.exp(logprob) for logprob in logprobs]
         else:
             probs = _softmax(sampler.draft_scores(np.array(logprobs), np.array(tokens), position + depth))
-        return ((token, RELIABILITY[order] * prob) for token, prob in zip(tokens, probs, strict=True))
+        found = {token: reliability * prob for token, prob in zip(tokens, probs, strict=True)}
+        if depth == 0:
+            for token in live.runners_up:
+                found[token] = max(found.get(token, 0.0), (1 - reliability) * RUNNER_UP_PROB)
+        return found.items()
 
     return continuations
 

@@ -1,20 +1,27 @@
 """The suffix drafter: what followed the longest suffix of the text when it stood in the text before.
 
 An index maps every n-gram of a few orders to the tokens that followed it, with counts. A node's children come from the
-longest order that knows its context, so that several continuations of one suffix become a tree. In the manner of
-prompt lookup and suffix decoding (arXiv 2411.04975), with a tree and with estimated probabilities.
+longest order that knows its context, so that several continuations of one suffix become a tree; the empty suffix, which
+every context ends in, adds the commonest tokens of late. In the manner of prompt lookup and suffix decoding (arXiv
+2411.04975), with a tree and with estimated probabilities.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from treepass.drafters.base import ChildLaw, Draftable, Outcome, Plan
+from treepass.drafters.base import Candidates, ChildLaw, Draftable, Outcome, Plan
 from treepass.drafters.expand import Continuations, best_first
 from treepass.tree import DraftTree
 
+EMPTY_SUFFIX_RELIABILITY = 0.7
+RECENT_TOKENS = 256
+COMMON_TOKENS = 12
+COMMON_PRIOR = 20
+"""Added to the count of recent tokens when a share of them is taken, so that a short text proves little."""
+
 RELIABILITY = {1: 0.31, 2: 0.54, 3: 0.72, 4: 0.74, 6: 0.76, 8: 0.82}
-"""By match length: how often the only known continuation came true, measured on text of the default model."""
+"""By match length: how often the only known continuation came true, measured on held-out text."""
 
 ORDERS = tuple(sorted(RELIABILITY))
 MAX_DEPTH = 16
@@ -37,6 +44,8 @@ class NGramIndex:
         # Per n-gram: [token, count, token, count, ...], the most recently seen token last.
         self._followers: dict[int, dict[tuple[int, ...], list[int]]] = {order: {} for order in ORDERS}
         self._text: deque[tuple[tuple[int, ...], int]] = deque()
+        self._recent: deque[int] = deque()
+        self._recent_counts: Counter[int] = Counter()
 
     def __len__(self) -> int:
         """Tokens in the window."""
@@ -55,6 +64,10 @@ class NGramIndex:
                 break
             _see(self._followers[order].setdefault(recent[-order:], []), token)
         self._text.append((recent, token))
+        self._recent.append(token)
+        self._recent_counts[token] += 1
+        if len(self._recent) > RECENT_TOKENS:
+            self._forget_recent()
         if len(self._text) > self.window:
             self._forget()
 
@@ -71,6 +84,17 @@ class NGramIndex:
                 if found:
                     return order, found
         return 0, []
+
+    def common(self) -> list[tuple[int, float]]:
+        """The commonest of the recent tokens and their shares, the commonest first."""
+        total = len(self._recent) + COMMON_PRIOR
+        return [(token, count / total) for token, count in self._recent_counts.most_common(COMMON_TOKENS)]
+
+    def _forget_recent(self) -> None:
+        token = self._recent.popleft()
+        self._recent_counts[token] -= 1
+        if not self._recent_counts[token]:
+            del self._recent_counts[token]
 
     def _forget(self) -> None:
         recent, token = self._text.popleft()
@@ -103,13 +127,14 @@ class SuffixDrafter:
     name = "suffix"
     law: ChildLaw = "deterministic"
     candidates = 0
+    prompt_rows = 0
 
     def __init__(self, *, memory: bool = True) -> None:
         """Args: ``memory`` keeps the texts of ended requests, up to ``MEMORY_TOKENS``, for later ones."""
         self._memory = NGramIndex(MEMORY_TOKENS) if memory else None
         self._live: dict[int, _Memory] = {}
 
-    def begin(self, session: Draftable) -> None:
+    def begin(self, session: Draftable, prompt: Candidates | None) -> None:
         """Indexes the prompt."""
         self._live[id(session)] = memory = _Memory(NGramIndex(WINDOW_TOKENS))
         self._read(session, memory)
@@ -147,29 +172,30 @@ class SuffixDrafter:
         memory.seen = len(session.ids)
 
     def _continuations(self, own: NGramIndex) -> Continuations:
-        sources = [(own, 1.0)]
-        if self._memory:
-            sources.append((self._memory, MEMORY_DISCOUNT))
+        common = own.common()
 
         def continuations(context: tuple[int, ...], _depth: int) -> Iterable[tuple[int, float]]:
-            found: dict[int, float] = {}
-            for index, weight in sources:
-                for token, prob in _estimates(*index.followers(context)):
-                    found[token] = max(found.get(token, 0.0), weight * prob)
+            order, followers = own.followers(context)
+            found = _estimates(order, followers)
+            if self._memory:
+                for token, prob in _estimates(*self._memory.followers(context)).items():
+                    found[token] = max(found.get(token, 0.0), MEMORY_DISCOUNT * prob)
+            unexplained = EMPTY_SUFFIX_RELIABILITY * (1 - RELIABILITY.get(order, 0.0))
+            for token, share in common:
+                found[token] = max(found.get(token, 0.0), unexplained * share)
             return found.items()
 
         return continuations
 
 
-def _estimates(order: int, followers: list[int]) -> Iterable[tuple[int, float]]:
+def _estimates(order: int, followers: list[int]) -> dict[int, float]:
     """Probability of each follower: its share of the counts, the latest counted once more, times the reliability."""
-    if not followers:
-        return
     total = sum(followers[1::2]) + 1
     latest = len(followers) - 2
-    for place in range(0, len(followers), 2):
-        count = followers[place + 1] + (place == latest)
-        yield followers[place], RELIABILITY[order] * count / total
+    return {
+        followers[place]: RELIABILITY[order] * (followers[place + 1] + (place == latest)) / total
+        for place in range(0, len(followers), 2)
+    }
 
 
 def _see(followers: list[int], token: int) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from treepass.drafters.base import ChildLaw, Draftable, Drafter, Outcome, Plan
+from treepass.drafters.base import Candidates, ChildLaw, Draftable, Drafter, Outcome, Plan
 from treepass.tree import DraftTree
 
 
@@ -21,11 +21,12 @@ class UnionDrafter:
         self.name = name or "+".join(part.name for part in self.parts)
         self.law: ChildLaw = "shared noise" if any(p.law == "shared noise" for p in self.parts) else "deterministic"
         self.candidates = max(part.candidates for part in self.parts)
+        self.prompt_rows = max(part.prompt_rows for part in self.parts)
 
-    def begin(self, session: Draftable) -> None:
+    def begin(self, session: Draftable, prompt: Candidates | None) -> None:
         """Tells every part."""
         for part in self.parts:
-            part.begin(session)
+            part.begin(session, prompt)
 
     def propose(self, sessions: Sequence[Draftable], plan: Plan) -> list[DraftTree]:
         """The merged trees."""
