@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from treepass.sampling import SamplingParams
@@ -67,6 +67,7 @@ def timed_generate(
     max_new_tokens: int,
     params: SamplingParams,
     eos_ids: Sequence[int],
+    stopping_criteria: StoppingCriteriaList | None = None,
     **options: Any,
 ) -> TimedText:
     """Runs ``model.generate`` on one prompt with the same settings as ours.
@@ -77,34 +78,41 @@ def timed_generate(
         max_new_tokens: tokens at most.
         params: temperature, top-k, top-p, min-p, seed.
         eos_ids: tokens that end the text; empty for none.
-        **options: more of ``generate``'s arguments, such as ``prompt_lookup_num_tokens``.
+        stopping_criteria: more reasons to end.
+        **options: more of ``GenerationConfig``'s fields, such as ``prompt_lookup_num_tokens``.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
     streamer = _Stopwatch()
-    if params.greedy:
-        sampling: dict[str, Any] = {"do_sample": False}
-    else:
+    if not params.greedy:
         torch.manual_seed(params.seed)
-        sampling = {
-            "do_sample": True,
-            "temperature": params.temperature,
-            "top_k": params.top_k or 0,
-            "top_p": params.top_p,
-            "min_p": params.min_p or None,
-        }
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
+    # A configuration of our own: the model's may hold penalties, which we do not apply either.
+    settings = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=list(eos_ids) or None,
         pad_token_id=model.generation_config.pad_token_id or 0,
-        streamer=streamer,
-        **sampling,
+        do_sample=not params.greedy,
+        **({} if params.greedy else _sampling(params)),
         **options,
+    )
+    output = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=settings,
+        streamer=streamer,
+        stopping_criteria=stopping_criteria,
     )
     end = time.perf_counter()
     first_at, first_tokens = streamer.first
     return TimedText(output[0, len(prompt) :].tolist(), first_tokens, first_at - streamer.start, end - first_at)
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    return {
+        "temperature": params.temperature,
+        "top_k": params.top_k or 0,
+        "top_p": params.top_p,
+        "min_p": params.min_p or None,
+    }
 
 
 @torch.inference_mode()

@@ -207,9 +207,9 @@ class Engine:
         try:
             call()
         except Exception as error:
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             self._disable(
-                f"drafter '{self.drafter.name}' failed in {hook} ({type(error).__name__}: {' '.join(str(error).split())}); "
-                "drafting is switched off for this request"
+                f"drafter '{self.drafter.name}' failed in {hook} ({reason}); drafting is switched off for this request"
             )
 
     def _disable(self, message: str) -> None:

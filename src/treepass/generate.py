@@ -1,5 +1,6 @@
 """``TreeDecoder``: text from a model, several tokens per pass, token for token what the model alone would write."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +9,32 @@ import torch
 
 from treepass.drafters import Drafter, build_drafter
 from treepass.engine import Engine, Session
-from treepass.errors import PromptError
+from treepass.errors import PromptError, TreepassWarning
 from treepass.models import load
 from treepass.record import PassRecord, Report
 from treepass.sampling import Sampler, SamplingParams, draw_seed
 from treepass.target import HFTarget, check_supported
+
+NOT_APPLIED = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": None,
+    "stop_strings": None,
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+}
+"""Fields of a model's generation config that would change the text but are not applied, and what leaves them idle."""
 
 DEFAULT_NODES = 32
 """Most drafted nodes per sequence and pass, until a budget is measured."""
@@ -150,6 +172,7 @@ class TreeDecoder:
         eos_ids = self._eos(eos_token_id)
         sessions: list[Session] = []
         records: list[PassRecord] = []
+        ignored = self._ignored_settings()
         try:
             self._admit(engine, sessions, prompts, params, max_new_tokens, num_return_sequences, eos_ids)
             live = list(sessions)
@@ -163,7 +186,7 @@ class TreeDecoder:
         finally:
             for session in sessions:
                 engine.release(session)
-        return self._output(sessions, records, params.seed, engine.take_warnings())
+        return self._output(sessions, records, params.seed, ignored + engine.take_warnings())
 
     def _check_prompt(self, prompt: list[int]) -> None:
         limit = self.target.max_length
@@ -189,6 +212,19 @@ class TreeDecoder:
         if any(type(token) is not int for token in ids):
             raise ValueError(f"eos_token_id must be a token id or several, got {eos_token_id!r}")
         return frozenset(ids)
+
+    def _ignored_settings(self) -> list[str]:
+        config = self.target.model.generation_config
+        found = [
+            f"{name}={value!r}"
+            for name, idle in NOT_APPLIED.items()
+            if (value := getattr(config, name, None)) is not None and value != idle
+        ]
+        if not found:
+            return []
+        message = f"the model's generation config sets {', '.join(found)}, which treepass does not apply"
+        warnings.warn(message, TreepassWarning, stacklevel=3)
+        return [message]
 
     def _admit(
         self,

@@ -140,6 +140,9 @@ def _locate(name: str, on_progress: Callable[[str], None] | None) -> str:
     # A hub id has at most one slash and does not begin like a path.
     is_path = path.exists() or path.is_absolute() or name.startswith(("./", "../", "~")) or name.count("/") > 1
     if not is_path:
+        near = [] if "/" in name else difflib.get_close_matches(name, ALIASES, n=1, cutoff=0.8)
+        if near:  # a mistyped alias: not worth asking the hub
+            raise ModelLoadError(f"unknown model {name!r}; did you mean {near[0]!r}?")
         return name
     if not path.is_dir():
         found = "is a file" if path.exists() else "does not exist"
@@ -187,9 +190,7 @@ def _attempt(what: str, name: str, read: Callable[[], Loaded]) -> Loaded:
     try:
         return read()
     except Exception as error:  # a damaged file raises anything here, from KeyError to a bare Exception of tokenizers
-        near = difflib.get_close_matches(name, ALIASES, n=1)
-        advice = f"did you mean {near[0]!r}?" if near else _advice(name)
-        raise ModelLoadError(f"cannot load the {what} of {name!r}: {_first_line(error)}; {advice}") from error
+        raise ModelLoadError(f"cannot load the {what} of {name!r}: {_first_line(error)}; {_advice(name)}") from error
 
 
 def _advice(name: str) -> str:

@@ -54,13 +54,13 @@ class SamplingParams:
             ("min_p", float, lambda v: 0 <= v <= 1, "lie in [0, 1]"),
             ("seed", int, lambda v: abs(v) < math.inf and int(v) == v, "be an integer"),
         ):
-            value = getattr(self, name)
+            value: Any = getattr(self, name)
             if name == "top_k" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
                 raise ValueError(f"{name} must {rule}, got {value!r}")
             # Numbers of NumPy are numbers too, but 64-bit seeds and JSON need those of Python.
-            object.__setattr__(self, name, kind(value))
+            object.__setattr__(self, name, int(value) if kind is int else float(value))
 
     @property
     def greedy(self) -> bool:
@@ -219,8 +219,8 @@ def _checked(judged: list[float], node: int, position: int) -> Choice:
     token, logprob, logit = judged
     if not math.isfinite(logprob):
         raise LogitsError(
-            f"the target's logits at node {node} (position {position}) are NaN, infinite or all masked; "
-            "no token can be chosen"
+            f"the target's logits at node {node} (position {position}) are NaN, infinite or all masked, "
+            "so no token can be chosen; check the weights, or load them in float32"
         )
     return Choice(int(token), logprob, logit)
 
