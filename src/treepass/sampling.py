@@ -57,7 +57,8 @@ class SamplingParams:
             value: Any = getattr(self, name)
             if name == "top_k" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
+            real = isinstance(value, Real) and not isinstance(value, bool)
+            if not real or not fits(value):
                 raise ValueError(f"{name} must {rule}, got {value!r}")
             # Numbers of NumPy are numbers too, but 64-bit seeds and JSON need those of Python.
             object.__setattr__(self, name, int(value) if kind is int else float(value))
