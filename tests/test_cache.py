@@ -158,6 +158,41 @@ def test_accepted_rows_are_never_computed_again():
 
 
 @arch
+@pytest.mark.parametrize("place", range(2, 14))
+def test_rows_end_where_a_text_ends_within_a_path(place):
+    model = tiny_llama(1)
+    prompt = [3, 1, 4]
+    text = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+
+    def tree_of(session, plan, depth):
+        done = len(session.ids) - len(prompt)
+        return DraftTree.chain([session.ids[-1], *text[done : done + min(depth, 5)]])
+
+    engine = Engine(HFTarget(model), FunctionDrafter(tree_of), nodes=8)
+    session = Session(list(prompt), 20, frozenset([text[place]]), Sampler(SamplingParams()), engine.target.new_cache())
+    engine.admit(session)
+    while session.finish_reason is None:
+        engine.step([session])
+    assert session.ids == prompt + text[: text.index(text[place]) + 1]
+    check_rows_equal_a_fresh_prefill(session, model)
+
+
+@arch
+def test_drafts_stop_at_the_models_maximum_whatever_room_a_session_has():
+    model = tiny_llama(1, max_position_embeddings=24)
+    target = WatchedTarget(HFTarget(model))
+    drafter = FunctionDrafter(lambda session, plan, depth: DraftTree.chain([session.ids[-1]] * (depth + 1)))
+    engine = Engine(target, drafter, nodes=64)
+    session = new_session(target, [3, 1, 4], 1000)
+    engine.admit(session)
+    while len(session.ids) < 24:
+        engine.step([session])
+    # The last rows stand at the last position that there is.
+    assert max(int(forest.positions.max()) for forest in target.forests) == 23
+    check_rows_equal_a_fresh_prefill(session, model)
+
+
+@arch
 def test_growing_keeps_the_rows():
     model = tiny_llama(2, max_position_embeddings=2048)
     target = HFTarget(model)

@@ -1,4 +1,4 @@
-"""A drafter may be wrong, slow or broken: the text stays right, one warning says so, and nothing grows without bound."""
+"""A drafter may be wrong, slow or broken: the text stays right, one warning says so, and no memory grows."""
 
 import gc
 import tracemalloc
@@ -566,9 +566,10 @@ def with_memory(name: str, memory: bool) -> UnionDrafter:
 @arch
 @pytest.mark.parametrize("name", ["none", "random", "suffix", "recycling", "auto"])
 def test_requests_leave_nothing_behind(model, name):
-    found = footprints(TreeDecoder(model, with_memory(name, False), nodes=40), tokens=40, requests=5)
-    assert found[-1, 0] - found[0, 0] < 50
-    assert found[-1, 1] - found[0, 1] < 50_000
+    found = footprints(TreeDecoder(model, with_memory(name, False), nodes=40), tokens=40, requests=6)
+    assert found[-1, 0] - found[1, 0] < 50
+    # An index or a table left behind by each request would take more.
+    assert found[-1, 1] - found[1, 1] < 100_000
 
 
 @arch

@@ -313,7 +313,8 @@ def spoiled_decoder(name, drafter, spoils, value, nodes=16):
 
     def change(forest, logits):
         if len(logits) == forest.rows:
-            spoil = np.concatenate([spoils(tree, length) for tree, length in zip(forest.trees, forest.context_lengths)])
+            sequences = zip(forest.trees, forest.context_lengths, strict=True)
+            spoil = np.concatenate([spoils(tree, length) for tree, length in sequences])
             logits[torch.from_numpy(spoil)] = value
         return logits
 
@@ -391,16 +392,16 @@ ENGLISH = [
 ]
 
 
-def check_default_model(loaded, drafters, prompts, length: int) -> dict[str, float]:
+def check_default_model(loaded, drafters, prompts, length: int, nodes: int) -> dict[str, float]:
     """Texts equal ``generate``'s, or part at a near tie. Returns the tokens per pass by drafter."""
     texts = [(ids, greedy_text(loaded.model, ids, length)) for ids in map(loaded.tokenizer.encode, prompts)]
     tokens_per_pass = {}
     for drafter in drafters:
-        decoder = TreeDecoder(loaded.model, drafter)
+        decoder = TreeDecoder(loaded.model, drafter, nodes=nodes)
         total = Report()
         for number, (ids, text) in enumerate(texts):
             output = decoder.generate(ids, max_new_tokens=length, eos_token_id=[])
-            check_identities(output, DEFAULT_NODES)
+            check_identities(output, nodes)
             total.merge(output.report)
             difference = first_difference(loaded.model, ids, output.ids[0], text)
             if difference is not None:
@@ -413,14 +414,14 @@ def check_default_model(loaded, drafters, prompts, length: int) -> dict[str, flo
 @model
 def test_default_model_writes_what_generate_writes(default_model):
     drafters = ("suffix", "recycling", "auto", "random")
-    check_default_model(default_model, drafters, ENGLISH[:4], 32)
+    check_default_model(default_model, drafters, ENGLISH[:4], 32, nodes=8)
 
 
 @model
 @slow
 def test_default_model_writes_what_generate_writes_at_length(default_model):
     drafters = ("suffix", "recycling", "auto", "random", "none")
-    tokens_per_pass = check_default_model(default_model, drafters, ENGLISH, 128)
+    tokens_per_pass = check_default_model(default_model, drafters, ENGLISH, 128, DEFAULT_NODES)
     assert tokens_per_pass["auto"] > 1.3
     assert tokens_per_pass["none"] == 1
 

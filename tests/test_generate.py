@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 import torch
 from reference import greedy_text
-from transformers import BartConfig, BartForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaModel, T5Config
-from transformers import T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from treepass.errors import LogitsError, PromptError, TreepassError, UnsupportedModelError
 from treepass.generate import TreeDecoder
@@ -277,7 +284,7 @@ def state_of(model) -> dict:
         "weights": [(name, weight.clone(), weight.requires_grad) for name, weight in model.named_parameters()],
         "gradients": torch.is_grad_enabled(),
         "random": torch.random.get_rng_state(),
-        "numpy random": np.random.get_state()[1].tolist(),  # noqa: NPY002
+        "numpy random": np.random.get_state()[1].tolist(),
     }
 
 
@@ -296,7 +303,7 @@ def check_same(before: dict, after: dict) -> None:
 
 @arch
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
 def test_the_model_is_left_as_it_was(own, kernel):
     model = tiny_llama(0, attn=own, dtype=torch.float32)
     text = greedy_text(model, PROMPT, 8)
@@ -314,11 +321,11 @@ def test_the_model_is_left_as_it_was(own, kernel):
 
 @arch
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
 @pytest.mark.parametrize("call", [1, 3, 6])
-def test_the_model_is_left_as_it_was_after_an_exception_within_the_pass(monkeypatch, own, call):
+def test_the_model_is_left_as_it_was_after_an_exception_within_the_pass(own, kernel, call):
     model = tiny_llama(0, attn=own, dtype=torch.float32)
     text = greedy_text(model, PROMPT, 8)
-    kernel = "eager" if own == "sdpa" else "sdpa"
     decoder = TreeDecoder(model, "random", kernel=kernel)
     before = state_of(model)
     layer, calls = model.model.layers[1].mlp, 0

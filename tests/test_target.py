@@ -44,7 +44,7 @@ def check_random_forests(
     seed: int,
     *,
     sequences: int = 1,
-    kernel: str = "sdpa",
+    kernel: str = "grouped",
     tolerance: float = 1e-10,
     max_nodes: int = 64,
     **options,
@@ -105,7 +105,7 @@ def test_every_node_of_a_random_forest_equals_its_path(shape):
 
 @arch
 @pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
 def test_float32_kernels_agree_up_to_rounding(kernel, sequences):
     check_random_forests(
         10, 2000, sequences=sequences, kernel=kernel, tolerance=5e-4, max_nodes=32, dtype=torch.float32
@@ -215,7 +215,7 @@ def pass_over(target: HFTarget, forest: Forest, caches) -> torch.Tensor:
 
 
 @arch
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_rows_behind_the_pass_have_no_effect(kernel, sequences):
     rng = np.random.default_rng(0)
@@ -240,7 +240,7 @@ def test_rows_behind_the_pass_have_no_effect(kernel, sequences):
 
 
 @arch
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
 @pytest.mark.parametrize("poison", [1e6, -1e30])
 def test_masked_rows_of_the_pass_have_no_effect(monkeypatch, kernel, poison):
     rng = np.random.default_rng(1)
@@ -266,7 +266,7 @@ def test_masked_rows_of_the_pass_have_no_effect(monkeypatch, kernel, poison):
 
 
 @arch
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
 def test_a_neighbours_context_has_no_effect(kernel):
     rng = np.random.default_rng(2)
     target = HFTarget(tiny_llama(0), kernel=kernel)

@@ -95,6 +95,13 @@ def _grouped(
     for feature in ("softcap", "s_aux", "position_bias"):
         if features.get(feature) is not None:
             raise ValueError(f"the 'grouped' attention kernel has no {feature}; choose kernel 'eager'")
+    if query.shape[2] == 1:
+        # One row's mask serves all heads, so that the heads of a group can stand as the rows of their key head.
+        folded = query.reshape(*key.shape[:2], -1, query.shape[3])
+        output = scaled_dot_product_attention(
+            folded, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        )
+        return output.reshape(query.shape[0], 1, query.shape[1], -1), None
     output = scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=True
     )

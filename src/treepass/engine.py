@@ -177,7 +177,7 @@ class Engine:
         cuts: Sequence[int],
         logits: torch.Tensor,
     ) -> None:
-        if self._disabled:
+        if self._disabled or self.nodes == 0:
             return
         drafted = sum(tree.nodes for tree in forest.trees)
         accepted = sum(len(verdict.path) for verdict in verdicts)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 
 from treepass.tree import DraftTree
 
-PATH_PROB_FLOOR = 0.01
+PATH_PROB_FLOOR = 0.015
 """Paths below this estimate are not proposed: where a row costs two hundredths of a pass it earns less than that."""
 
 Continuations = Callable[[tuple[int, ...], int], Iterable[tuple[int, float]]]
