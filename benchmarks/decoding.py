@@ -61,7 +61,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     loaded = load(options.model, dtype=options.dtype, device=options.device)
-    prompts = _prompts(options.prompts, options.per_category, loaded.tokenizer)
+    prompts = _prompts(options.prompts, options.per_category, loaded.tokenizer, options.categories)
     bench = _Bench(loaded.model, options)
     bench.warm_up(prompts[0][1])
     runs: list[Run] = []
@@ -278,7 +278,9 @@ def _machine() -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
-def _prompts(file: str, per_category: int, tokenizer: Any) -> list[tuple[str, list[int]]]:
+def _prompts(
+    file: str, per_category: int, tokenizer: Any, categories: Sequence[str] | None
+) -> list[tuple[str, list[int]]]:
     """The first prompts of every category as chat turns, categories taking turns."""
     by_category: dict[str, list[str]] = {}
     for line in Path(file).read_text().splitlines():
@@ -287,7 +289,7 @@ def _prompts(file: str, per_category: int, tokenizer: Any) -> list[tuple[str, li
     chosen = []
     for place in range(per_category):
         for category, questions in by_category.items():
-            if place < len(questions):
+            if place < len(questions) and (not categories or category in categories):
                 chat = [{"role": "user", "content": questions[place]}]
                 ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
                 chosen.append((category, list(ids)))
@@ -298,6 +300,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", required=True, help="JSON lines with category and turns")
     parser.add_argument("--per-category", type=int, default=5)
+    parser.add_argument("--categories", nargs="+", help="only these; all by default")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--model", default="smollm2-135m")

@@ -13,7 +13,7 @@ from reference import greedy_text, random_prompts
 
 from treepass.drafters import NoDrafter, RandomDrafter, RecyclingDrafter, SuffixDrafter, UnionDrafter, build_drafter
 from treepass.drafters.base import Candidates, Outcome, Plan
-from treepass.drafters.expand import best_first
+from treepass.drafters.expand import PATH_PROB_FLOOR, best_first
 from treepass.drafters.recycling import RecyclingTable
 from treepass.drafters.suffix import MAX_CONTINUATIONS, ORDERS, NGramIndex
 from treepass.errors import TreepassWarning
@@ -454,7 +454,7 @@ def test_best_first_takes_the_likeliest_paths(nodes):
         (float(np.prod([law[token] for token in path])) for depth in (1, 2, 3) for path in np.ndindex(*(3,) * depth)),
         reverse=True,
     )
-    worth = [prob for prob in everything[:nodes] if prob >= 0.01]
+    worth = [prob for prob in everything[:nodes] if prob >= PATH_PROB_FLOOR]
     assert sorted(tree.path_prob[1:].tolist(), reverse=True) == pytest.approx(worth)
     assert tree.max_depth <= 3
 
@@ -649,3 +649,71 @@ def test_a_decoder_lets_its_sequences_go(model):
     for _ in range(5):
         decoder.generate(PROMPTS, max_new_tokens=10)
     assert buffers() == before
+
+
+class Listening(NoDrafter):
+    """Keeps what it is told of the prompt."""
+
+    name = "listening"
+    candidates = 5
+
+    def __init__(self, prompt_rows: int) -> None:
+        self.prompt_rows = prompt_rows
+        self.heard: list[Candidates | None] = []
+
+    def begin(self, session, prompt):
+        self.heard.append(prompt)
+
+
+@arch
+@pytest.mark.parametrize(("length", "wanted"), [(9, 4), (9, 8), (9, 100), (2, 4), (1, 4), (9, 0), (513, 30), (514, 30)])
+def test_candidates_of_the_prompt_are_those_of_its_last_rows(length, wanted):
+    model = tiny_llama(2, vocab_size=VOCAB, max_position_embeddings=600)
+    drafter = Listening(wanted)
+    prompt = np.random.default_rng(0).integers(VOCAB, size=length).tolist()
+    TreeDecoder(model, drafter).generate(prompt, max_new_tokens=1)
+    (heard,) = drafter.heard
+    rows = min(wanted, length - 1)
+    if rows == 0:
+        assert heard is None
+        return
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, -1 - rows : -1].log_softmax(-1).topk(5)
+    assert heard.tokens.tolist() == expected.indices.tolist()
+    assert np.allclose(heard.logprobs, expected.values.numpy(), atol=1e-5)
+
+
+@unit
+def test_recycling_reads_the_prompt():
+    drafter = RecyclingDrafter()
+    session = Sequence([1, 2, 3, 1])
+    drafter.begin(session, Candidates(np.array([[7, 8], [9, 10]]), np.log([[0.9, 0.05], [0.6, 0.3]])))
+    session.ids += [2]
+    (tree,) = drafter.propose([session], Plan(8, (3,)))
+    assert set(tree.children(0)) == {7, 8}
+    session.ids += [3]
+    (tree,) = drafter.propose([session], Plan(8, (3,)))
+    assert set(tree.children(0)) == {9, 10}
+
+
+@unit
+def test_recycling_tries_the_runners_up_below_the_root_alone():
+    drafter = RecyclingDrafter()
+    session = Sequence([1])
+    drafter.begin(session, None)
+    session.ids += [5]
+    candidates = Candidates(np.array([[5, 6, 7, 8, 9]]), np.log([[0.5, 0.2, 0.15, 0.1, 0.05]]))
+    drafter.observe([session], [Outcome(DraftTree.root_only(1), (), (5,), candidates)])
+    (tree,) = drafter.propose([session], Plan(8, (3,)))
+    assert set(tree.children(0)) == {6, 7, 8}
+    assert tree.max_depth == 1
+
+
+@unit
+def test_suffix_falls_back_on_the_commonest_recent_tokens():
+    drafter = SuffixDrafter()
+    session = Sequence([4, 4, 4, 4, 4, 4, 9, 8, 9, 7, 9, 5, 40])
+    drafter.begin(session, None)
+    (tree,) = drafter.propose([session], Plan(8, (1,)))
+    ranked = sorted(tree.children(0), key=lambda token: -tree.path_prob[tree.child(0, token)])
+    assert ranked[:2] == [4, 9]

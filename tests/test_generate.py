@@ -8,6 +8,7 @@ import pytest
 import torch
 from reference import greedy_text
 from transformers import (
+    AttentionInterface,
     BartConfig,
     BartForCausalLM,
     GPT2Config,
@@ -17,7 +18,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from treepass.errors import LogitsError, PromptError, TreepassError, UnsupportedModelError
+from treepass.attention import register_kernels
+from treepass.errors import LogitsError, PromptError, TreepassError, TreepassWarning, UnsupportedModelError
 from treepass.generate import TreeDecoder
 from treepass.testing import FunctionDrafter, WatchedTarget, tiny_llama, tiny_recurrent
 from treepass.tree import DraftTree
@@ -474,3 +476,33 @@ def test_errors_are_of_one_family():
     for error in (PromptError, UnsupportedModelError, LogitsError):
         assert issubclass(error, TreepassError)
     assert not issubclass(TreepassError, ValueError)
+
+
+# --- settings that are not ours ---------------------------------------------------------------------------------------
+
+
+@arch
+@pytest.mark.parametrize("setting", [{"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 5}])
+def test_settings_of_the_model_that_are_not_applied_are_named(setting):
+    model = tiny_llama(4, vocab_size=VOCAB)
+    for name, value in setting.items():
+        setattr(model.generation_config, name, value)
+    with pytest.warns(TreepassWarning, match=next(iter(setting))):
+        output = TreeDecoder(model).generate(PROMPT, max_new_tokens=3)
+    (message,) = output.report.warnings
+    assert message.endswith("which treepass does not apply")
+    assert f"{next(iter(setting))}={next(iter(setting.values()))}" in message
+
+
+@arch
+def test_settings_that_leave_the_text_alone_are_not_named(small):
+    assert TreeDecoder(small).generate(PROMPT, max_new_tokens=3).report.warnings == []
+
+
+@unit
+@pytest.mark.parametrize("feature", ["softcap", "s_aux", "position_bias"])
+def test_the_grouped_kernel_refuses_what_it_would_leave_out(feature):
+    register_kernels()
+    x = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match=f"has no {feature}"):
+        AttentionInterface()["treepass_grouped"](None, x, x, x, None, scaling=1.0, **{feature: 30.0})

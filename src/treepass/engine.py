@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from treepass.budget import buy
 from treepass.cache import TreeCache
 from treepass.drafters.base import Candidates, Drafter, Outcome, Plan
 from treepass.errors import TreepassWarning
@@ -167,7 +168,7 @@ class Engine:
             if int(draft.tokens[0]) != session.ids[-1]:
                 raise ValueError(f"the root must carry the last token {session.ids[-1]}, got {int(draft.tokens[0])}")
             draft.check_vocabulary(self.target.vocab_size)
-        return [draft.truncate_depth(depth).best(plan.nodes) for draft, depth in zip(drafts, plan.depths, strict=True)]
+        return [buy(draft.truncate_depth(depth), plan.nodes) for draft, depth in zip(drafts, plan.depths, strict=True)]
 
     def _learn(
         self,

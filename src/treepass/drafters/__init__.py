@@ -11,6 +11,18 @@ from treepass.errors import unknown
 DRAFTERS = ("auto", "suffix", "recycling", "union", "random", "none")
 """Names that ``build_drafter`` knows; ``auto`` is the union of suffix and recycling."""
 
+DRAFTER_PARTS = (
+    "name",
+    "law",
+    "candidates",
+    "prompt_rows",
+    "begin",
+    "propose",
+    "observe",
+    "end",
+    "reset",
+)
+
 __all__ = [
     "DRAFTERS",
     "Candidates",
@@ -36,11 +48,14 @@ def build_drafter(drafter: str | Drafter | None, *, vocab_size: int, memory: boo
         memory: whether it remembers earlier requests.
 
     Raises:
-        ValueError: if the name is unknown, with the nearest known one.
+        ValueError: if the name is unknown, with the nearest known one, or if the object is no drafter.
     """
     if drafter is None:
         return NoDrafter()
     if not isinstance(drafter, str):
+        missing = [name for name in DRAFTER_PARTS if not hasattr(drafter, name)]
+        if missing:
+            raise ValueError(f"a drafter needs {', '.join(missing)}, got {drafter!r:.60}; see drafters.base.Drafter")
         return drafter
     if drafter in ("auto", "union"):
         return UnionDrafter([SuffixDrafter(memory=memory), RecyclingDrafter(memory=memory)])
