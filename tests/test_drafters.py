@@ -717,3 +717,10 @@ def test_suffix_falls_back_on_the_commonest_recent_tokens():
     (tree,) = drafter.propose([session], Plan(8, (1,)))
     ranked = sorted(tree.children(0), key=lambda token: -tree.path_prob[tree.child(0, token)])
     assert ranked[:2] == [4, 9]
+
+
+@unit
+@pytest.mark.parametrize("wrong", [5, object(), RandomDrafter], ids=["number", "object", "class"])
+def test_what_is_no_drafter_is_refused_at_once(wrong):
+    with pytest.raises(ValueError, match="a drafter needs "):
+        build_drafter(wrong, vocab_size=VOCAB)

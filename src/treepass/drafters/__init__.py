@@ -11,17 +11,7 @@ from treepass.errors import unknown
 DRAFTERS = ("auto", "suffix", "recycling", "union", "random", "none")
 """Names that ``build_drafter`` knows; ``auto`` is the union of suffix and recycling."""
 
-DRAFTER_PARTS = (
-    "name",
-    "law",
-    "candidates",
-    "prompt_rows",
-    "begin",
-    "propose",
-    "observe",
-    "end",
-    "reset",
-)
+DRAFTER_PARTS = ("name", "law", "candidates", "prompt_rows", "begin", "propose", "observe", "end", "reset")
 
 __all__ = [
     "DRAFTERS",
@@ -53,7 +43,8 @@ def build_drafter(drafter: str | Drafter | None, *, vocab_size: int, memory: boo
     if drafter is None:
         return NoDrafter()
     if not isinstance(drafter, str):
-        missing = [name for name in DRAFTER_PARTS if not hasattr(drafter, name)]
+        # A class has the parts too, but it is not a drafter before it is called.
+        missing = [name for name in DRAFTER_PARTS if isinstance(drafter, type) or not hasattr(drafter, name)]
         if missing:
             raise ValueError(f"a drafter needs {', '.join(missing)}, got {drafter!r:.60}; see drafters.base.Drafter")
         return drafter
