@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import treepass
 import treepass.cli
 import treepass.cli.comparison
+import treepass.support
 from treepass import embedded, models
 from treepass.cli.completion import encode
 from treepass.cli.output import escape_controls
@@ -129,11 +130,11 @@ def test_every_option_is_documented():
 
 @pytest.mark.unit
 def test_help_names_every_choice_and_defaults_are_those_of_the_library():
-    from treepass.attention import ATTENTIONS, DENSE_KERNELS
+    from treepass.attention import ATTENTIONS, KERNELS
     from treepass.drafters import DRAFTERS
 
     parameters = {parameter.name: parameter for parameter in get_command(treepass.cli.app).commands["generate"].params}
-    for name, choices in (("drafter", DRAFTERS), ("attention", ATTENTIONS), ("kernel", DENSE_KERNELS)):
+    for name, choices in (("drafter", DRAFTERS), ("attention", ATTENTIONS), ("kernel", KERNELS)):
         for choice in choices:
             assert choice in parameters[name].help
     decoder = inspect.signature(treepass.TreeDecoder.__init__).parameters
@@ -266,12 +267,22 @@ def test_the_seed_decides_the_text(run, drafter):
 
 @pytest.mark.arch
 def test_settings_reach_the_decoder(run):
-    facts = document(
-        run("abc", "--json", "--max-new-tokens", 9, "--nodes", 3, "--drafter", "recycling", "--kernel", "eager")
-    )
+    chosen = ("--nodes", 3, "--drafter", "recycling", "--kernel", "eager", "--attention", "dense")
+    facts = document(run("abc", "--json", "--max-new-tokens", 9, *chosen))
     assert (facts["nodes"], facts["drafter"], facts["kernel"], facts["attention"]) == (3, "recycling", "eager", "dense")
     assert 0 < facts["nodes_per_pass"] <= 3
     assert document(run("abc", "--json", "--nodes", 0, "--max-new-tokens", 9))["nodes_per_pass"] == 0
+
+
+@pytest.mark.arch
+def test_attention_is_per_sequence_where_that_is_verified(run, monkeypatch):
+    arguments = ("abc", "--json", "--max-new-tokens", 9)
+    default, dense = document(run(*arguments)), document(run(*arguments, "--attention", "dense"))
+    assert (default["attention"], dense["attention"]) == ("per_sequence", "dense")
+    assert default["ids"] == dense["ids"]
+    monkeypatch.setattr(treepass.support, "is_verified", lambda model: False)
+    assert document(run(*arguments))["attention"] == "dense"
+    assert document(run(*arguments, "--attention", "per_sequence"))["attention"] == "per_sequence"
 
 
 @pytest.mark.arch
@@ -362,7 +373,7 @@ def test_warnings_are_lines_and_in_the_document(run, monkeypatch):
         (["x", "--nodes", 513], 2, "--nodes must be from 0 to 512, got 513"),
         (["x", "--threads", 0], 2, "--threads must be at least 1, got 0"),
         (["x", "--drafter", "sufix"], 2, "unknown drafter 'sufix', known are: auto, .*; did you mean 'suffix'\\?"),
-        (["x", "--attention", "flash"], 2, "unknown attention 'flash', known are: dense"),
+        (["x", "--attention", "flash"], 2, "unknown attention 'flash', known are: dense, per_sequence"),
         (["x", "--kernel", "spda"], 2, "unknown kernel 'spda', .*; did you mean 'sdpa'\\?"),
         (["x", "--dtype", "float8"], 2, "unknown dtype 'float8', known are: auto, .*"),
         (["x", "--temperature", -0.5], 2, "temperature must be finite and >= 0, got -0.5"),

@@ -8,17 +8,15 @@ import pytest
 import torch
 from reference import greedy_text
 from transformers import (
-    AttentionInterface,
     BartConfig,
     BartForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
+    BloomConfig,
+    BloomForCausalLM,
     LlamaModel,
     T5Config,
     T5ForConditionalGeneration,
 )
 
-from treepass.attention import register_kernels
 from treepass.errors import LogitsError, PromptError, TreepassError, TreepassWarning, UnsupportedModelError
 from treepass.generate import TreeDecoder
 from treepass.testing import FunctionDrafter, WatchedTarget, tiny_llama, tiny_recurrent
@@ -52,7 +50,7 @@ def decoder(small):
     [
         ([], "the prompt is empty; give at least one token"),
         ([[]], "the prompt is empty"),
-        ([[1, 2], []], "the prompt is empty"),
+        ([[1, 2], []], "prompt 1 is empty"),
         (torch.zeros(0, dtype=torch.long), "the prompt is empty"),
         (torch.zeros(1, 0, dtype=torch.long), "the prompt is empty"),
         ([1] * 32, "has 32 tokens, but the model's maximum is 32 with at least one new token; shorten the prompt"),
@@ -68,7 +66,7 @@ def decoder(small):
         (torch.tensor([[True, False]]), "must be integers, got True"),
         ([1, None], "must be integers, got None"),
         ([1, [2]], "must be integers"),
-        ([[[1, 2]]], "must be integers"),
+        ([[[1, 2]]], "one or two dimensions"),
         (["a", "b"], "must be integers, got 'a'"),
         ("Hello", "must be token ids, got a string; encode it with the model's tokenizer"),
         ([[1, 2], 3], "must be"),
@@ -216,22 +214,16 @@ def encoder_decoder():
     return T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_ff=8, num_layers=1, num_heads=2)).eval()
 
 
-def unverified():
-    return GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)).eval()
+def alibi():
+    return BloomForCausalLM(BloomConfig(vocab_size=16, hidden_size=8, n_layer=1, n_head=2)).eval()
+
+
+def on_meta():
+    return tiny_llama(0).to("meta")
 
 
 def decoder_half():
     return BartForCausalLM(BartConfig(vocab_size=16, d_model=8, decoder_layers=1, decoder_attention_heads=2)).eval()
-
-
-def dynamic_rope(kind="dynamic"):
-    model = tiny_llama(0)
-    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
-    return model
-
-
-def long_rope():
-    return dynamic_rope("longrope")
 
 
 def headless():
@@ -243,12 +235,11 @@ def headless():
     ("build", "kind", "reason"),
     [
         (tiny_recurrent, "mamba", "recurrent state cannot be rolled back"),
-        (training, "llama", r"training mode; call model.eval\(\) first"),
+        (training, "llama", r"training mode, in whole or in part; call model.eval\(\) first"),
         (encoder_decoder, "t5", "encoder-decoder"),
-        (decoder_half, "bart", "not verified"),
-        (unverified, "gpt2", "not verified yet .verified types: .*llama"),
-        (dynamic_rope, "llama", "'dynamic' rotary embeddings"),
-        (long_rope, "llama", "'longrope' rotary embeddings"),
+        (decoder_half, "bart", "takes no position ids"),
+        (alibi, "bloom", "computed from row numbers"),
+        (on_meta, "llama", "meta device"),
         (headless, "llama", "no language-model head"),
         (lambda: torch.nn.Linear(2, 2), "Linear", "not a transformers model"),
         (lambda: None, "NoneType", "not a transformers model"),
@@ -497,12 +488,3 @@ def test_settings_of_the_model_that_are_not_applied_are_named(setting):
 @arch
 def test_settings_that_leave_the_text_alone_are_not_named(small):
     assert TreeDecoder(small).generate(PROMPT, max_new_tokens=3).report.warnings == []
-
-
-@unit
-@pytest.mark.parametrize("feature", ["softcap", "s_aux", "position_bias"])
-def test_the_grouped_kernel_refuses_what_it_would_leave_out(feature):
-    register_kernels()
-    x = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(ValueError, match=f"has no {feature}"):
-        AttentionInterface()["treepass_grouped"](None, x, x, x, None, scaling=1.0, **{feature: 30.0})

@@ -6,6 +6,7 @@ import torch
 from reference import RowValues, path_tokens, row_values
 
 import treepass.attention
+from treepass.attention import ATTENTIONS, KERNELS
 from treepass.cache import TreeCache
 from treepass.errors import UnsupportedModelError
 from treepass.target import PREFILL_ROWS, HFTarget, prefill
@@ -45,6 +46,7 @@ def check_random_forests(
     *,
     sequences: int = 1,
     kernel: str = "grouped",
+    attention: str = "dense",
     tolerance: float = 1e-10,
     max_nodes: int = 64,
     **options,
@@ -55,7 +57,7 @@ def check_random_forests(
     for number in range(count):
         if number % 20 == 0:
             model = tiny_llama(seed + number, vocab_size=VOCAB, **options)
-            target = HFTarget(model, kernel=kernel)
+            target = HFTarget(model, attention, kernel)
             layers = model.config.num_hidden_layers
         texts, caches = zip(*(decoded_sequence(target, rng) for _ in range(sequences)), strict=True)
         trees = tuple(
@@ -98,18 +100,20 @@ def test_every_node_of_a_random_tree_equals_its_path(shape):
 
 
 @arch
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("shape", ["grouped-query", "multi-head"])
-def test_every_node_of_a_random_forest_equals_its_path(shape):
-    check_random_forests(12, 1000, sequences=4, max_nodes=24, **SHAPES[shape])
+def test_every_node_of_a_random_forest_equals_its_path(shape, attention):
+    check_random_forests(12, 1000, sequences=4, attention=attention, max_nodes=24, **SHAPES[shape])
 
 
 @arch
 @pytest.mark.parametrize("sequences", [1, 3])
-@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
-def test_float32_kernels_agree_up_to_rounding(kernel, sequences):
-    check_random_forests(
-        10, 2000, sequences=sequences, kernel=kernel, tolerance=5e-4, max_nodes=32, dtype=torch.float32
-    )
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_agree_up_to_rounding(kernel, attention, sequences):
+    options = {"sequences": sequences, "attention": attention, "kernel": kernel, "max_nodes": 32}
+    check_random_forests(4, 2000, **options)
+    check_random_forests(6, 2000, tolerance=5e-4, dtype=torch.float32, **options)
 
 
 @arch
@@ -167,10 +171,10 @@ def see_all_rows_before(visible, tree, row):
 def context_of_a_neighbour(monkeypatch):
     right = treepass.attention.forest_visibility
 
-    def wrong(forest):
-        visible = right(forest)
+    def wrong(forest, own_keys):
+        visible, positions = right(forest, own_keys)
         visible[-1, : forest.context_lengths[0]] = True
-        return visible
+        return visible, positions
 
     monkeypatch.setattr(treepass.attention, "forest_visibility", wrong)
 
@@ -178,10 +182,10 @@ def context_of_a_neighbour(monkeypatch):
 def context_without_its_first_token(monkeypatch):
     right = treepass.attention.forest_visibility
 
-    def wrong(forest):
-        visible = right(forest)
+    def wrong(forest, own_keys):
+        visible, positions = right(forest, own_keys)
         visible[:, 0] = False
-        return visible
+        return visible, positions
 
     monkeypatch.setattr(treepass.attention, "forest_visibility", wrong)
 
@@ -215,11 +219,12 @@ def pass_over(target: HFTarget, forest: Forest, caches) -> torch.Tensor:
 
 
 @arch
-@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("sequences", [1, 3])
-def test_rows_behind_the_pass_have_no_effect(kernel, sequences):
+def test_rows_behind_the_pass_have_no_effect(kernel, attention, sequences):
     rng = np.random.default_rng(0)
-    target = HFTarget(tiny_llama(0), kernel=kernel)
+    target = HFTarget(tiny_llama(0), attention, kernel)
     texts, caches = zip(*(decoded_sequence(target, rng) for _ in range(sequences)), strict=True)
     forest = Forest(
         tuple(random_tree(rng, ids[-1], nodes=12, max_depth=4, vocab_size=VOCAB) for ids in texts),
@@ -240,7 +245,7 @@ def test_rows_behind_the_pass_have_no_effect(kernel, sequences):
 
 
 @arch
-@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("poison", [1e6, -1e30])
 def test_masked_rows_of_the_pass_have_no_effect(monkeypatch, kernel, poison):
     rng = np.random.default_rng(1)
@@ -266,10 +271,11 @@ def test_masked_rows_of_the_pass_have_no_effect(monkeypatch, kernel, poison):
 
 
 @arch
-@pytest.mark.parametrize("kernel", ["grouped", "sdpa", "eager"])
-def test_a_neighbours_context_has_no_effect(kernel):
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_neighbours_context_has_no_effect(kernel, attention):
     rng = np.random.default_rng(2)
-    target = HFTarget(tiny_llama(0), kernel=kernel)
+    target = HFTarget(tiny_llama(0), attention, kernel)
     (ids, cache), (other_ids, other) = (decoded_sequence(target, rng) for _ in range(2))
     trees = tuple(random_tree(rng, text[-1], nodes=12, max_depth=4, vocab_size=VOCAB) for text in (ids, other_ids))
     forest = Forest(trees, (cache.length, other.length))

@@ -8,8 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
-from treepass.attention import dense_mask, forest_visibility, tree_visibility
+from treepass.attention import ForestPass, forest_visibility, tree_visibility
 from treepass.testing import random_order, random_tree
 from treepass.tree import DraftTree, Draws, Forest
 from treepass.verify import follow
@@ -394,8 +395,11 @@ def test_the_walk_depends_on_paths_alone(tree, seed):
 def test_a_forest_is_its_trees_one_after_the_other(items):
     forest = Forest(tuple(tree for tree, _ in items), tuple(length for _, length in items))
     assert forest.rows == sum(tree.rows for tree, _ in items)
-    seen = forest_visibility(forest)
+    seen, positions = forest_visibility(forest)
     assert seen.shape == (forest.rows, forest.rows + sum(forest.context_lengths))
+    assert positions.shape == (1, seen.shape[1])
+    own, own_positions = forest_visibility(forest, own_keys=True)
+    assert own.shape == own_positions.shape == (forest.rows, max(t.rows + length for t, length in items))
     # Built again from what each key is: the token at a place of a context, or a row of a tree.
     keys = [
         key
@@ -411,18 +415,46 @@ def test_a_forest_is_its_trees_one_after_the_other(items):
         assert place == forest.offsets[number] + row
         for column, (kind, of, index) in enumerate(keys):
             expected = of == number and (kind == "context" or index in (0, row, *tree.path(row)))
+            position = index if kind == "context" else items[of][1] + len(items[of][0].path(index))
             assert bool(seen[place, column]) == expected
+            assert positions[0, column] == position
+            if of == number:
+                mine = index if kind == "context" else length + index
+                assert bool(own[place, mine]) == expected
+                assert own_positions[place, mine] == position
+        assert not own[place, length + tree.rows :].any()
 
 
-def test_the_mask_says_in_numbers_what_visibility_says():
+@pytest.mark.parametrize(("attention", "columns"), [("dense", 13), ("per_sequence", 11)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mask_says_in_numbers_what_visibility_says(attention, columns, dtype):
     forest = Forest((TREE, DraftTree.chain([1, 2])), (3, 0))
-    seen = forest_visibility(forest)
-    for dtype in (torch.float32, torch.bfloat16):
-        mask = dense_mask(forest, dtype, torch.device("cpu"))
-        assert mask.shape == (1, 1, 10, 13)
-        assert mask.dtype == dtype
-        assert torch.equal(mask[0, 0] == 0, seen)
-        assert torch.equal(mask[0, 0] == float("-inf"), ~seen)
+    seen = torch.from_numpy(forest_visibility(forest, own_keys=attention == "per_sequence")[0])
+    current = ForestPass(forest, attention, "eager", keys=None)
+    mask = current.mask(causal_mask_function, dtype, torch.device("cpu"))
+    assert mask.shape == (1, 1, 10, columns)
+    assert mask.dtype == dtype
+    assert torch.equal(mask[0, 0] == 0, seen)
+    assert torch.equal(mask[0, 0] == float("-inf"), ~seen)
+    assert current.masks == 1
+
+
+@pytest.mark.parametrize("attention", ["dense", "per_sequence"])
+@pytest.mark.parametrize("window", [1, 2, 3, 100])
+def test_a_window_is_a_test_on_positions(attention, window):
+    # Two trees, one with siblings far apart in rows, after contexts of 5 and 1 tokens.
+    forest = Forest((TREE, DraftTree.chain([1, 2])), (5, 1))
+    current = ForestPass(forest, attention, "eager", keys=None)
+    mask = current.mask(sliding_window_causal_mask_function(window), torch.float32, torch.device("cpu"))[0, 0]
+    row = first = 0
+    for tree, context in zip(forest.trees, forest.context_lengths, strict=True):
+        for node in range(tree.rows):
+            path = [0, *tree.path(node)] if node else [0]
+            text = [*range(context), *(context + step for step in path)]  # own column of every token of the path
+            expected = [first + key for key in text[-window:]]
+            assert (mask[row + node] == 0).nonzero()[:, 0].tolist() == sorted(expected)
+        row += tree.rows
+        first += context + tree.rows if attention == "dense" else 0
 
 
 @pytest.mark.parametrize(

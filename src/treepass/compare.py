@@ -14,10 +14,16 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from treepass.paths import path_logits, rounding_dtype
 from treepass.sampling import SamplingParams
 
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.5}
 """By dtype: a difference of two logits that passes of different row counts can turn around by rounding alone."""
+
+
+def near_tie(model: PreTrainedModel) -> float:
+    """The entry of ``NEAR_TIE`` for a model; quantised weights make it as coarse as bfloat16."""
+    return max(NEAR_TIE.get(dtype, 0.0) for dtype in (model.dtype, rounding_dtype(model)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +139,9 @@ def first_difference(
     if index >= min(len(a), len(b)):
         tokens = (a[index] if index < len(a) else None, b[index] if index < len(b) else None)
         return Difference(index, tokens, math.inf, False)
-    prefix = torch.tensor([[*prompt, *a[:index]]], device=model.device)
-    logits = model(prefix, logits_to_keep=1).logits[0, -1].double()
+    logits = path_logits(model, [[*prompt, *a[:index]]])[0].double()
     margin = abs(float(logits[a[index]] - logits[b[index]]))
-    return Difference(index, (a[index], b[index]), margin, margin <= NEAR_TIE.get(model.dtype, 0.0))
+    return Difference(index, (a[index], b[index]), margin, margin <= near_tie(model))
 
 
 class _Stopwatch(BaseStreamer):

@@ -7,16 +7,25 @@ from typing import Any
 
 import torch
 
+from treepass import support
 from treepass.drafters import Drafter, build_drafter
 from treepass.engine import Engine, Session
 from treepass.errors import PromptError, TreepassWarning
 from treepass.models import load
 from treepass.record import PassRecord, Report
 from treepass.sampling import Sampler, SamplingParams, draw_seed
-from treepass.target import HFTarget, check_supported
+from treepass.target import HFTarget
 
 NOT_APPLIED = {
     "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "watermarking_config": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "token_healing": False,
+    "force_words_ids": None,
+    "max_time": None,
     "no_repeat_ngram_size": 0,
     "min_length": 0,
     "min_new_tokens": None,
@@ -82,19 +91,20 @@ class TreeDecoder:
         *,
         nodes: int = DEFAULT_NODES,
         memory: bool = True,
-        attention: str = "dense",
+        attention: str | None = None,
         kernel: str | None = None,
     ) -> None:
         """Wraps a model; the model itself is left as it was.
 
         Args:
-            model: a transformers causal language model in evaluation mode, or an alias, folder or hub id to load.
+            model: a transformers causal language model in evaluation mode, an alias, folder or hub id to load, or a
+                target made before, which has an attention and a kernel already.
             drafter: ``auto`` (suffix and recycling together), ``suffix``, ``recycling``, ``random``, ``none``, or a
                 drafter object. An object given to several decoders shares its memory among them.
             nodes: most drafted nodes per sequence and pass; 0 is plain decoding.
             memory: whether a drafter built from a name remembers earlier requests. It is bounded, it belongs to this
                 decoder alone, and it never changes the text.
-            attention: name of the tree attention.
+            attention: ``dense`` or ``per_sequence``; if None the latter where it is verified for the type of model.
             kernel: kernel of the ``dense`` attention, ``grouped``, ``sdpa`` or ``eager``; the fastest for the device
                 if None.
 
@@ -109,7 +119,7 @@ class TreeDecoder:
         if isinstance(model, str):
             loaded = load(model)
             model, self.tokenizer = loaded.model, loaded.tokenizer
-        self.target = HFTarget(model, attention, kernel)
+        self.target = model if isinstance(model, HFTarget) else HFTarget(model, attention, kernel)
         self.nodes = nodes
         self.drafter = build_drafter(drafter, vocab_size=self.target.vocab_size, memory=memory)
 
@@ -162,12 +172,12 @@ class TreeDecoder:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         # A model may have been put back into training mode since the decoder was made.
-        check_supported(self.target.model)
+        support.require_structure(self.target.model)
         seed = draw_seed() if seed is None else seed
         params = SamplingParams(temperature, top_k, top_p, min_p, seed)
         prompts = _prompts(input_ids, attention_mask)
-        for prompt in prompts:
-            self._check_prompt(prompt)
+        for number, prompt in enumerate(prompts):
+            self._check_prompt(prompt, "the prompt" if len(prompts) == 1 else f"prompt {number}")
         engine = Engine(self.target, self.drafter, self.nodes)
         eos_ids = self._eos(eos_token_id)
         sessions: list[Session] = []
@@ -188,19 +198,20 @@ class TreeDecoder:
                 engine.release(session)
         return self._output(sessions, records, params.seed, ignored + engine.take_warnings())
 
-    def _check_prompt(self, prompt: list[int]) -> None:
+    def _check_prompt(self, prompt: list[int], name: str) -> None:
         limit = self.target.max_length
         if not prompt:
-            raise PromptError("the prompt is empty; give at least one token")
+            raise PromptError(f"{name} is empty; give at least one token")
         if len(prompt) >= limit:
+            why = "" if self.target.length_reason == support.LENGTH else f", {self.target.length_reason},"
             raise PromptError(
-                f"the prompt has {len(prompt)} tokens, but the model's maximum is {limit} with at least one new token; "
-                "shorten the prompt"
+                f"{name} has {len(prompt)} tokens, but the model's maximum is {limit}{why} with at least one new "
+                "token; shorten the prompt"
             )
         outside = [token for token in prompt if not 0 <= token < self.target.vocab_size]
         if outside:
             raise PromptError(
-                f"the prompt holds token {outside[0]}, outside the model's vocabulary of {self.target.vocab_size}; "
+                f"{name} holds token {outside[0]}, outside the model's vocabulary of {self.target.vocab_size}; "
                 "was it made with another tokenizer?"
             )
 
@@ -220,6 +231,8 @@ class TreeDecoder:
             for name, idle in NOT_APPLIED.items()
             if (value := getattr(config, name, None)) is not None and value != idle
         ]
+        if config.cache_implementation == "quantized":
+            found.append("cache_implementation='quantized'")
         if not found:
             return []
         message = f"the model's generation config sets {', '.join(found)}, which treepass does not apply"
@@ -253,7 +266,7 @@ class TreeDecoder:
                 engine.admit(session)
                 if room < max_new_tokens:
                     session.report.warnings.append(
-                        f"max_new_tokens was cut from {max_new_tokens} to {room} by the model's maximum length"
+                        f"max_new_tokens was cut from {max_new_tokens} to {room} by {self.target.length_reason}"
                     )
                 first = first or session
 
@@ -291,19 +304,51 @@ def _prompts(input_ids: Any, attention_mask: Any) -> list[list[int]]:
         raise PromptError(f"input_ids must be a list or a tensor of token ids, got {type(input_ids).__name__}")
     if not rows:
         raise PromptError("the prompt is empty; give at least one token")
-    if not isinstance(rows[0], list):
-        rows = [rows]
+    several = isinstance(rows[0], list)
+    rows = rows if several else [rows]
     for row in rows:
         wrong = [token for token in row if type(token) is not int] if isinstance(row, list) else [row]
+        if wrong and isinstance(wrong[0], list) and several:
+            raise PromptError("input_ids must have one or two dimensions, [tokens] or [batch, tokens], got more")
         if wrong:
             raise PromptError(f"input_ids must be integers, got {wrong[0]!r:.40}")
-    if attention_mask is not None:
-        masks = _plain(attention_mask)
-        masks = masks if masks and isinstance(masks[0], list) else [masks]
-        if [len(row) for row in rows] != [len(mask) for mask in masks]:
-            raise PromptError("attention_mask must have the shape of input_ids")
-        rows = [[t for t, seen in zip(row, mask, strict=True) if seen] for row, mask in zip(rows, masks, strict=True)]
-    return rows
+    if attention_mask is None:
+        return rows
+    masks = _plain(attention_mask)
+    masks = masks if isinstance(masks, list) and masks and isinstance(masks[0], list) else [masks]
+    if _lengths(masks) != _lengths(rows) or any(isinstance(seen, list) for mask in masks for seen in mask):
+        got = _shape(_plain(attention_mask))
+        raise PromptError(f"attention_mask must have the shape of input_ids, which is {_shape(rows)}, got {got}")
+    return [_unpadded(f"prompt {i}", *pair) for i, pair in enumerate(zip(rows, masks, strict=True))]
+
+
+def _unpadded(name: str, row: list[int], mask: list[Any]) -> list[int]:
+    """The tokens that the mask shows, which must stand together: padding is what lies before or behind them."""
+    wrong = [seen for seen in mask if seen not in (0, 1)]
+    if wrong:
+        raise PromptError(f"attention_mask must hold 0 and 1 only, got {wrong[0]!r:.40} for {name}")
+    shown = [place for place, seen in enumerate(mask) if seen]
+    if shown and shown[-1] - shown[0] + 1 != len(shown):
+        raise PromptError(
+            f"attention_mask of {name} has holes between its tokens; 0 may stand for padding at the ends only"
+        )
+    return [row[place] for place in shown]
+
+
+def _lengths(rows: Any) -> list[int]:
+    return [len(row) if isinstance(row, list) else -1 for row in rows]
+
+
+def _shape(values: Any) -> str:
+    """The shape of nested lists, in words; rows of unequal length are told apart."""
+    if not isinstance(values, list):
+        return "a single number"
+    if not values or not isinstance(values[0], list):
+        return f"[{len(values)}]"
+    if any(isinstance(value, list) for row in values if isinstance(row, list) for value in row):
+        return "more than two-dimensional"
+    lengths = _lengths(values)
+    return f"[{len(values)}, {lengths[0]}]" if len(set(lengths)) == 1 else f"{len(values)} rows of {lengths} tokens"
 
 
 def _plain(values: Any) -> Any:

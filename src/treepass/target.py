@@ -1,6 +1,5 @@
 """Target: one pass of the model over a forest. Prefill, plain decoding and tree verification are this one primitive."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -8,26 +7,14 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from treepass.attention import (
-    ATTENTIONS,
-    DENSE_KERNELS,
-    attention_kernel,
-    default_kernel,
-    dense_mask,
-    register_kernels,
-)
+from treepass import support
+from treepass.attention import ATTENTIONS, KERNELS, ForestPass, default_kernel, register, running
 from treepass.cache import PassCache, TreeCache
 from treepass.errors import UnsupportedModelError, unknown
 from treepass.tree import DraftTree, Forest
 
 PREFILL_ROWS = 512
 """Most rows of one prefill pass: bounds the memory of the mask and of the activations."""
-
-VERIFIED_TYPES = frozenset({"llama"})
-"""Model types whose tree logits were compared with path-by-path logits, here and in the tests."""
-
-LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
-"""Rotary variants that rescale with the longest position of the pass, so that one node's rows depend on another's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +32,19 @@ class PassOutput:
 
 
 class Target(Protocol):
-    """The model whose output counts."""
+    """The model whose output counts.
+
+    Attributes:
+        name: of the implementation.
+        vocab_size: tokens that can be fed and emitted.
+        max_length: the most tokens of a text.
+        length_reason: what sets that bound.
+    """
 
     name: str
     vocab_size: int
     max_length: int
+    length_reason: str
 
     @property
     def device(self) -> torch.device:
@@ -81,47 +76,57 @@ class HFTarget:
 
     name = "hf"
 
-    def __init__(self, model: PreTrainedModel, attention: str = "dense", kernel: str | None = None) -> None:
+    def __init__(
+        self, model: Any, attention: str | None = None, kernel: str | None = None, *, verify: bool = True
+    ) -> None:
         """Wraps a model; the model itself is not changed.
 
         Args:
-            model: a causal language model of a verified type, in evaluation mode.
-            attention: name of the tree attention.
-            kernel: ``grouped``, ``sdpa`` or ``eager``, for ``dense``; None takes the fastest for the device.
+            model: a causal language model in evaluation mode; one that torch.compile or peft has wrapped is unwrapped.
+            attention: ``dense`` or ``per_sequence``; None takes ``per_sequence`` where the model's type allows it.
+            kernel: ``grouped``, ``sdpa`` or ``eager``; None takes the fastest for the device.
+            verify: whether a model of a type that is not in the table of verified ones is tried with one tree first,
+                see ``support.require_exact``. Off only for what does that comparison itself.
 
         Raises:
             UnsupportedModelError: if the model cannot decode trees exactly.
             ValueError: if ``attention`` or ``kernel`` is unknown.
         """
-        if attention not in ATTENTIONS:
+        if attention is not None and attention not in ATTENTIONS:
             raise ValueError(unknown("attention", attention, ATTENTIONS))
-        if kernel is not None and kernel not in DENSE_KERNELS:
-            raise ValueError(unknown("kernel", kernel, DENSE_KERNELS))
-        check_supported(model)
-        self.model = model
-        self.attention = attention
-        self.kernel = kernel or default_kernel(self.device)
+        if kernel is not None and kernel not in KERNELS:
+            raise ValueError(unknown("kernel", kernel, KERNELS))
+        model = support.unwrapped(model)
+        support.require_structure(model)
+        self.model: PreTrainedModel = model
         self.config = model.config.get_text_config()
+        self.attention = attention or support.default_attention(model)
+        self.kernel = kernel or default_kernel(self.device)
         self.vocab_size = int(self.config.vocab_size)
-        self.max_length = int(self.config.max_position_embeddings)
-        self._cache_argument = _cache_argument(model)
-        register_kernels()
+        self.max_length, self.length_reason = support.longest_text(self.config)
+        self._parameters = support.forward_parameters(model)
+        self._configs = support.part_configs(model)
+        self._cache_layers = support.cache_layers(self.config)
+        self._counts_from_cache = support.counts_positions_from_cache(model)
+        register()
+        if verify:
+            support.require_exact(self)
 
     @property
     def device(self) -> torch.device:
         """Device that takes the input ids."""
-        return self.model.get_input_embeddings().weight.device
+        return support.input_device(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights, and of mask, keys and values."""
+        """Dtype of the weights."""
         return self.model.dtype
 
     def new_cache(self, capacity: int = 0) -> TreeCache:
         """An empty cache for one sequence, with room for ``capacity`` rows."""
-        return TreeCache(self.config.num_hidden_layers, capacity)
+        return TreeCache(self._cache_layers, capacity)
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: some kinds of quantised weights count their versions
     def forward(
         self,
         forest: Forest,
@@ -140,22 +145,35 @@ class HFTarget:
         Raises:
             ValueError: if caches and forest do not match, a token lies outside the vocabulary, or a position lies
                 beyond the model's maximum length.
+            UnsupportedModelError: if the model turns out to attend in a way that cannot be given a tree.
         """
         self._check(forest, caches)
-        positions = torch.from_numpy(forest.positions)[None].to(self.device)
-        arguments = {
+        joined = self.attention == "dense"
+        positions = torch.from_numpy(forest.positions).to(self.device)
+        offsets = positions - torch.arange(forest.rows, device=self.device) if self._counts_from_cache else None
+        keys = PassCache(caches, [tree.rows for tree in forest.trees], joined, offsets)
+        current = ForestPass(forest, self.attention, self.kernel, keys)
+        kept = None if rows is None else torch.as_tensor(rows, dtype=torch.long, device=self.device)
+        arguments: dict[str, Any] = {
             "input_ids": torch.from_numpy(forest.tokens)[None].to(self.device),
-            "position_ids": positions,
-            "attention_mask": dense_mask(forest, self.dtype, self.device),
-            self._cache_argument: PassCache(caches, [tree.rows for tree in forest.trees]),
+            "position_ids": positions[None],
+            self._parameters.cache: keys,
             "use_cache": True,
-            "logits_to_keep": 0 if rows is None else torch.as_tensor(rows, dtype=torch.long, device=self.device),
+            "return_dict": True,
             "output_hidden_states": bool(hidden_layers),
         }
-        with attention_kernel(self.config, self.kernel):
-            output = self.model(**arguments)
+        if self._parameters.logits_to_keep:
+            arguments["logits_to_keep"] = 0 if kept is None else kept
+        try:
+            with running(self._configs, current):
+                output = self.model(**arguments)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(support.refusal(self.model, str(error))) from error
+        if not current.masks or (len(caches) > 1 and not joined and not current.attended):
+            raise UnsupportedModelError(support.refusal(self.model, "it does not ask for the mask of the tree"))
+        logits = output.logits[0] if kept is None or self._parameters.logits_to_keep else output.logits[0, kept]
         hidden = {layer: output.hidden_states[layer][0] for layer in hidden_layers}
-        return PassOutput(output.logits[0], hidden)
+        return PassOutput(logits, hidden)
 
     def _check(self, forest: Forest, caches: Sequence[TreeCache]) -> None:
         lengths = tuple(cache.length for cache in caches)
@@ -191,46 +209,3 @@ def prefill(target: Target, cache: TreeCache, tokens: Sequence[int], last: int =
         cache.commit(range(chain.rows))
         start, end = end, end + PREFILL_ROWS
     return logits
-
-
-def check_supported(model: Any) -> None:
-    """Refuses what cannot decode trees exactly.
-
-    Raises:
-        UnsupportedModelError: naming the model type and the reason.
-    """
-    config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", type(model).__name__)
-    reason = _unsupported_reason(model, config)
-    if reason:
-        raise UnsupportedModelError(f"cannot decode trees with model type '{kind}': {reason}")
-
-
-def _unsupported_reason(model: Any, config: Any) -> str | None:
-    if not isinstance(model, PreTrainedModel) or config is None:
-        return "not a transformers model; load it with AutoModelForCausalLM.from_pretrained"
-    if config.is_encoder_decoder:
-        return "an encoder-decoder has no single causal cache"
-    if model._is_stateful:
-        return "its recurrent state cannot be rolled back to an earlier token"
-    if model.get_output_embeddings() is None:
-        return "it has no language-model head; load it with AutoModelForCausalLM.from_pretrained"
-    if config.model_type not in VERIFIED_TYPES:
-        return f"its tree logits are not verified yet (verified types: {', '.join(sorted(VERIFIED_TYPES))})"
-    rope = (getattr(config.get_text_config(), "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope in LENGTH_DEPENDENT_ROPE:
-        return f"'{rope}' rotary embeddings depend on the longest position of a pass, so nodes would change each other"
-    if model.training:
-        return "it is in training mode; call model.eval() first"
-    return None
-
-
-def _cache_argument(model: PreTrainedModel) -> str:
-    """The name under which ``forward`` takes a cache; transformers renamed it in 5.x."""
-    parameters = inspect.signature(model.forward).parameters
-    for name in ("cache", "past_key_values"):
-        if name in parameters:
-            return name
-    raise UnsupportedModelError(
-        f"cannot decode trees with model type '{model.config.model_type}': its forward takes no cache"
-    )

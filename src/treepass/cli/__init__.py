@@ -5,17 +5,22 @@ from typing import Annotated
 
 import typer
 
+from treepass.cli.audit import app as audit_verbs
 from treepass.cli.env import EPILOG as ENV_EXAMPLES
 from treepass.cli.env import env
 from treepass.cli.generate import EPILOG as GENERATE_EXAMPLES
 from treepass.cli.generate import generate
+from treepass.cli.models import EPILOG as MODELS_EXAMPLES
+from treepass.cli.models import models
 from treepass.cli.output import Verbs, examples, version
 
 app = typer.Typer(
     cls=Verbs,
     name="treepass",
     help="Lossless tree speculation: several tokens per forward pass, the text of the model alone.",
-    epilog=examples('treepass generate "Why is the sky blue?" --compare', "treepass env"),
+    epilog=examples(
+        'treepass generate "Why is the sky blue?" --compare', "treepass models", "treepass audit model", "treepass env"
+    ),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -23,6 +28,8 @@ app = typer.Typer(
 )
 
 app.command("generate", epilog=GENERATE_EXAMPLES)(generate)
+app.add_typer(audit_verbs)
+app.command("models", epilog=MODELS_EXAMPLES)(models)
 app.command("env", epilog=ENV_EXAMPLES)(env)
 
 

@@ -40,7 +40,7 @@ class Request:
     params: "SamplingParams"
     drafter: str
     nodes: int
-    attention: str
+    attention: str | None
     kernel: str | None
     dtype: str
     device: str | None
@@ -49,14 +49,14 @@ class Request:
     as_json: bool
 
     def __post_init__(self) -> None:
-        from treepass.attention import ATTENTIONS, DENSE_KERNELS
+        from treepass.attention import ATTENTIONS, KERNELS
         from treepass.drafters import DRAFTERS
         from treepass.generate import MAX_NODES
 
         for name, value, known in (
             ("drafter", self.drafter, DRAFTERS),
             ("attention", self.attention, ATTENTIONS),
-            ("kernel", self.kernel, DENSE_KERNELS),
+            ("kernel", self.kernel, KERNELS),
             ("dtype", self.dtype, ("auto", *models.DTYPES)),
         ):
             if value is not None and value not in known:
@@ -78,7 +78,12 @@ def generate(
         str, typer.Option(help="auto, suffix, recycling, union, random or none; never changes the text.")
     ] = "auto",
     nodes: Annotated[int, typer.Option(help="Drafted nodes per pass at most; 0 is plain decoding.")] = 32,
-    attention: Annotated[str, typer.Option(help="Tree attention: dense.")] = "dense",
+    attention: Annotated[
+        str | None,
+        typer.Option(
+            help="Tree attention: dense or per_sequence.", show_default="per_sequence where verified, else dense"
+        ),
+    ] = None,
     kernel: Annotated[
         str | None,
         typer.Option(help="Kernel of the attention: grouped, sdpa or eager.", show_default="fastest on the device"),
