@@ -1,18 +1,22 @@
 """Model types: the table that is shipped is what is measured, and every claim in it can fail."""
 
+import functools
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from reference import greedy_text
+from transformers import LlamaForCausalLM
 
 from treepass import support
 from treepass.audit import MUTANTS, audit_model
 from treepass.audit.table import TOLERANCE, VERSIONS, measure, render, table_of
 from treepass.errors import PromptError, UnsupportedModelError
 from treepass.generate import TreeDecoder
-from treepass.paths import PathComparison
+from treepass.paths import Difference, PathComparison
 from treepass.target import HFTarget
 from treepass.testing import FunctionDrafter, NoDowncasts, random_tree, tiny_llama
 from treepass.testing.zoo import NotBuildable, model_types, zoo_model
@@ -252,3 +256,78 @@ def test_a_type_that_cannot_be_built_says_why():
         if model_type in model_types():
             with pytest.raises(NotBuildable, match=r"\w"):
                 zoo_model(model_type)
+
+
+# --- what only looks like a verified type -----------------------------------------------------------------------------
+
+
+@arch
+@pytest.mark.parametrize("model_type", ["bert", "roberta", "electra"])
+def test_an_encoder_is_refused_with_the_way_out(model_type):
+    with pytest.raises(UnsupportedModelError, match=f"model type '{model_type}': it is an encoder.*is_decoder=True"):
+        HFTarget(zoo_model(model_type, is_decoder=False))
+
+
+@arch
+def test_a_class_of_ones_own_under_a_verified_type_is_tried(monkeypatch):
+    class Faithful(LlamaForCausalLM):
+        pass
+
+    class Forgetful(LlamaForCausalLM):
+        @functools.wraps(LlamaForCausalLM.forward)
+        def forward(self, *args, position_ids=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    monkeypatch.setattr(support, "_TRIED", {})
+    for kind, is_exact in ((Faithful, True), (Forgetful, False)):
+        model = tiny_llama(0)
+        model.__class__ = kind
+        if is_exact:
+            HFTarget(model)
+        else:
+            with pytest.raises(UnsupportedModelError, match="logits on a tree are not those of plain forwards"):
+                HFTarget(model)
+    assert len(support._TRIED) == 2
+
+
+@arch
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "falcon"])
+def test_an_attention_that_is_not_exact_for_a_type_is_refused_at_construction(model_type):
+    with pytest.raises(UnsupportedModelError, match=f"model type '{model_type}': not exact with attention 'per_seq"):
+        HFTarget(zoo_model(model_type), attention="per_sequence")
+
+
+@arch
+@pytest.mark.usefixtures("empty_table")
+def test_an_unknown_type_of_a_short_model_is_tried_within_its_length():
+    HFTarget(tiny_llama(0, max_position_embeddings=16))
+    HFTarget(tiny_llama(0, max_position_embeddings=4))
+
+
+@unit
+def test_infinities_are_equal_to_themselves_only():
+    inf = float("inf")
+    for got, expected, error in (
+        ([-inf, 1.0], [-inf, 1.0], 0.0),
+        ([-inf, 1.0], [0.0, 1.0], inf),
+        ([0.0, 1.0], [-inf, 1.0], inf),
+        ([float("nan"), 1.0], [0.0, 1.0], inf),
+        ([0.5, 1.0], [0.0, 1.0], 0.5),
+    ):
+        difference = Difference()
+        difference.add(torch.tensor([got]), torch.tensor([expected]))
+        assert difference.error == error
+        assert difference.scale == 1.0
+
+
+@arch
+def test_threads_take_turns_and_leave_the_model_as_it_was():
+    model = tiny_llama(1)
+    prompts = [[1, 2, 3], [9, 8], [4, 4, 4, 4], [60]]
+    expected = [greedy_text(model, prompt, 20) for prompt in prompts]
+    decoders = [TreeDecoder(model, "random") for _ in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            texts = pool.map(lambda one, prompt: one.generate(prompt, max_new_tokens=20).ids[0], decoders, prompts)
+            assert list(texts) == expected
+    assert model.config._attn_implementation == "sdpa"

@@ -64,7 +64,7 @@ def attend(layer, attention, kernel, **features):
     cache = PassCache(caches, rows, joined=attention == "dense")
     config = type("Config", (), {"_attn_implementation_internal": "sdpa"})()
     current = ForestPass(forest, attention, kernel, cache)
-    with running([config], current):
+    with running(torch.nn.Linear(1, 1), [config], current):
         mask = AttentionMaskInterface()[REGISTERED_NAME](mask_function=causal_mask_function, dtype=torch.float64)
         keys, values = cache.update(key, value, 0)
         got, _ = AttentionInterface()[REGISTERED_NAME](None, query, keys, values, mask, scaling=0.3, **features)

@@ -132,6 +132,8 @@ def test_every_option_is_documented():
 def test_help_names_every_choice_and_defaults_are_those_of_the_library():
     from treepass.attention import ATTENTIONS, KERNELS
     from treepass.drafters import DRAFTERS
+    from treepass.generate import DEFAULT_NEW_TOKENS
+    from treepass.sampling import SamplingParams
 
     parameters = {parameter.name: parameter for parameter in get_command(treepass.cli.app).commands["generate"].params}
     for name, choices in (("drafter", DRAFTERS), ("attention", ATTENTIONS), ("kernel", KERNELS)):
@@ -141,9 +143,13 @@ def test_help_names_every_choice_and_defaults_are_those_of_the_library():
     call = inspect.signature(treepass.TreeDecoder.generate).parameters
     for name, owner in [
         *((name, decoder) for name in ("drafter", "nodes", "attention", "kernel")),
-        *((name, call) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")),
+        *((name, call) for name in ("top_k", "seed")),
     ]:
         assert parameters[name].default == owner[name].default, name
+    # The library tells what is not given from what is; what comes out of it then is what the command line shows.
+    assert parameters["max_new_tokens"].default == DEFAULT_NEW_TOKENS
+    for name in ("temperature", "top_p", "min_p"):
+        assert parameters[name].default == getattr(SamplingParams(), name), name
 
 
 @pytest.mark.arch

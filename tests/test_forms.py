@@ -17,7 +17,7 @@ from reference import greedy_text, path_tokens, random_prompts
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from treepass.compare import NEAR_TIE, first_difference
-from treepass.errors import TreepassWarning, UnsupportedModelError
+from treepass.errors import UnsupportedModelError
 from treepass.generate import TreeDecoder
 from treepass.target import HFTarget, prefill
 from treepass.testing import FunctionDrafter, random_tree, tiny_llama
@@ -615,27 +615,30 @@ def test_settings_of_generate_that_change_no_text_change_nothing(name, value):
     check_texts(model, plain=tiny())
 
 
+@pytest.mark.parametrize(("name", "value"), [("encoder_repetition_penalty", 1.5), ("encoder_no_repeat_ngram_size", 1)])
+def test_settings_of_the_models_own_apply(name, value):
+    model = tiny()
+    setattr(model.generation_config, name, value)
+    check_texts(model)
+    assert texts_differ(model, tiny())
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("encoder_repetition_penalty", 1.5),
-        ("encoder_no_repeat_ngram_size", 2),
-        ("watermarking_config", {}),
         ("cache_implementation", "quantized"),
         ("penalty_alpha", 0.6),
         ("dola_layers", "high"),
         ("token_healing", True),
         ("force_words_ids", [[3]]),
-        ("max_time", 1e-3),
+        ("num_beams", 3),
     ],
 )
-def test_settings_of_generate_that_are_not_applied_are_reported(name, value):
+def test_settings_that_mean_another_way_of_decoding_are_refused_by_name(name, value):
     model = tiny()
     setattr(model.generation_config, name, value)
-    with pytest.warns(TreepassWarning, match=name):
-        output = TreeDecoder(model).generate(PROMPTS[0], max_new_tokens=4)
-    assert name in output.report.warnings[-1]
-    assert output.ids == [plain_text(tiny(), PROMPTS[0])[:4]]
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not supported".replace("[", r"\[").replace("]", r"\]")):
+        TreeDecoder(model).generate(PROMPTS[0], max_new_tokens=4)
 
 
 # --- wrapped ----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 """Several tokens per forward pass from any Hugging Face causal language model, and the text it would write alone."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from treepass.custom_generate import tree_decoding
     from treepass.drafters import RecyclingDrafter, SuffixDrafter, UnionDrafter
     from treepass.errors import (
         LogitsError,
@@ -13,12 +15,16 @@ if TYPE_CHECKING:
         TreepassWarning,
         UnsupportedModelError,
     )
-    from treepass.generate import TreeDecoder, TreeOutput
+    from treepass.generate import TreeDecoder, TreeOutput, TreeSession
     from treepass.models import load
     from treepass.record import PassRecord, Report
     from treepass.tree import DraftTree
 
+RECIPE = str(Path(__file__).parent / "recipe")
+"""Folder for the string form of ``custom_generate``; needs ``trust_remote_code=True``, as every folder does."""
+
 __all__ = [
+    "RECIPE",
     "DraftTree",
     "LogitsError",
     "ModelLoadError",
@@ -29,11 +35,13 @@ __all__ = [
     "SuffixDrafter",
     "TreeDecoder",
     "TreeOutput",
+    "TreeSession",
     "TreepassError",
     "TreepassWarning",
     "UnionDrafter",
     "UnsupportedModelError",
     "load",
+    "tree_decoding",
 ]
 
 _HOMES = {
@@ -44,8 +52,10 @@ _HOMES = {
     "SuffixDrafter": "drafters",
     "TreeDecoder": "generate",
     "TreeOutput": "generate",
+    "TreeSession": "generate",
     "UnionDrafter": "drafters",
     "load": "models",
+    "tree_decoding": "custom_generate",
 }
 
 

@@ -20,10 +20,12 @@ and so are the kernels for the products of one such block (measured by ``benchma
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from threading import Lock, RLock
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -101,6 +103,8 @@ class ForestPass:
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
 
 
+_LOCKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+_LOCKS_LOCK = Lock()
 _RUNNING: ContextVar[ForestPass | None] = ContextVar("treepass_forest_pass", default=None)
 
 
@@ -164,24 +168,35 @@ def narrowed(
 
 
 @contextmanager
-def running(configs: Sequence[Any], forest_pass: ForestPass) -> Iterator[None]:
+def running(model: torch.nn.Module, configs: Sequence[Any], forest_pass: ForestPass) -> Iterator[None]:
     """Runs a model under our attention, for one pass; the implementations that it had are in place again afterwards.
 
+    Passes of one model in several threads wait for each other. The model's own ``forward`` must not run in another
+    thread meanwhile: it would find our attention in place.
+
     Args:
+        model: what the pass runs.
         configs: the configuration objects of all parts of the model.
         forest_pass: what the attention functions will read.
     """
-    # The plain attribute: the property of that name would also reach into configurations of parts that have their own.
-    before = [config._attn_implementation_internal for config in configs]
-    token = _RUNNING.set(forest_pass)
-    try:
-        for config in configs:
-            config._attn_implementation_internal = REGISTERED_NAME
-        yield
-    finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation_internal = implementation
-        _RUNNING.reset(token)
+    with _lock_of(model):
+        # The plain attribute: the property of that name would also reach into configurations that parts have of their
+        # own.
+        before = [config._attn_implementation_internal for config in configs]
+        token = _RUNNING.set(forest_pass)
+        try:
+            for config in configs:
+                config._attn_implementation_internal = REGISTERED_NAME
+            yield
+        finally:
+            for config, implementation in zip(configs, before, strict=True):
+                config._attn_implementation_internal = implementation
+            _RUNNING.reset(token)
+
+
+def _lock_of(model: torch.nn.Module) -> AbstractContextManager[Any]:
+    with _LOCKS_LOCK:
+        return _LOCKS.setdefault(model, RLock())
 
 
 def register() -> None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from treepass.paths import path_logits, rounding_dtype
 from treepass.sampling import SamplingParams
+from treepass.settings import merged, sampling_fields, with_settings
 
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.5}
 """By dtype: a difference of two logits that passes of different row counts can turn around by rounding alone."""
@@ -76,7 +77,7 @@ def timed_generate(
     stopping_criteria: StoppingCriteriaList | None = None,
     **options: Any,
 ) -> TimedText:
-    """Runs ``model.generate`` on one prompt with the same settings as ours.
+    """Runs ``model.generate`` on one prompt with the same settings as ours, those of the model's own included.
 
     Args:
         model: the model.
@@ -91,34 +92,19 @@ def timed_generate(
     streamer = _Stopwatch()
     if not params.greedy:
         torch.manual_seed(params.seed)
-    # A configuration of our own: the model's may hold penalties, which we do not apply either.
-    settings = GenerationConfig(
-        max_new_tokens=max_new_tokens,
-        eos_token_id=list(eos_ids) or None,
-        pad_token_id=model.generation_config.pad_token_id or 0,
-        do_sample=not params.greedy,
-        **({} if params.greedy else _sampling(params)),
-        **options,
-    )
-    output = model.generate(
+    config = merged(model.generation_config, None, options)
+    config.update(max_new_tokens=max_new_tokens, max_length=None, **sampling_fields(params))
+    config.eos_token_id = list(eos_ids) or None
+    config.pad_token_id = model.generation_config.pad_token_id or 0
+    output = with_settings(model, config).generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        generation_config=settings,
         streamer=streamer,
         stopping_criteria=stopping_criteria,
     )
     end = time.perf_counter()
     first_at, first_tokens = streamer.first
     return TimedText(output[0, len(prompt) :].tolist(), first_tokens, first_at - streamer.start, end - first_at)
-
-
-def _sampling(params: SamplingParams) -> dict[str, Any]:
-    return {
-        "temperature": params.temperature,
-        "top_k": params.top_k or 0,
-        "top_p": params.top_p,
-        "min_p": params.min_p or None,
-    }
 
 
 @torch.inference_mode()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from transformers import StoppingCriteria
 
 from treepass.budget import buy
 from treepass.cache import TreeCache
@@ -26,6 +27,7 @@ from treepass.drafters.base import Candidates, Drafter, Outcome, Plan
 from treepass.errors import TreepassWarning
 from treepass.record import PassRecord, PassTimes, Report
 from treepass.sampling import Choice, Sampler
+from treepass.settings import finish_reason
 from treepass.target import PREFILL_ROWS, Target, prefill
 from treepass.tree import DraftTree, Forest
 from treepass.verify import Verdict, follow
@@ -46,9 +48,12 @@ class Session:
         sampler: makes the target's choices.
         cache: keys and values of ``ids`` without the last one.
         sequence: index within the request.
-        finish_reason: ``stop`` or ``length`` once the text has ended.
+        criteria: stopping criteria of transformers; each sees every prefix of the text once, in order.
+        padding: tokens that processors and criteria see before the prompt.
+        device: where they see the text.
+        finish_reason: ``stop``, ``length`` or ``time`` once the text has ended.
         report: counts of this sequence.
-        records: the passes, if kept.
+        choices: what is known of every emitted token.
     """
 
     ids: list[int]
@@ -57,10 +62,15 @@ class Session:
     sampler: Sampler
     cache: TreeCache
     sequence: int = 0
+    criteria: Sequence[StoppingCriteria] = ()
+    padding: Sequence[int] = ()
+    device: torch.device | None = None
     finish_reason: str | None = None
     report: Report = field(default_factory=Report)
-    records: list[PassRecord] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
     prompt_length: int = field(init=False)
+    _text: torch.Tensor | None = field(init=False, default=None)
+    _filled: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.ids)
@@ -69,6 +79,37 @@ class Session:
     def room(self) -> int:
         """Tokens that may still be emitted."""
         return self.max_new_tokens - (len(self.ids) - self.prompt_length)
+
+    def text(self) -> torch.Tensor:
+        """int64 [1, tokens]: padding, prompt and what was emitted, as processors and criteria see it."""
+        before = len(self.padding)
+        if self._text is None:
+            longest = before + self.prompt_length + self.max_new_tokens
+            self._text = torch.empty(1, longest, dtype=torch.long, device=self.device)
+            self._text[0, :before] = torch.tensor(list(self.padding), device=self.device)
+        new = self.ids[self._filled :]
+        self._text[0, before + self._filled : before + len(self.ids)] = torch.tensor(new, device=self.device)
+        self._filled = len(self.ids)
+        return self._text[:, : before + len(self.ids)]
+
+    def emit(self, choice: Choice) -> bool:
+        """Adds a token to the text; whether the text ends with it."""
+        self.ids.append(choice.token)
+        self.choices.append(choice)
+        reasons = [finish_reason(one) for one in self.criteria if bool(one(self.text(), None))]
+        if choice.token in self.eos_ids:
+            self.finish_reason = "stop"
+        elif reasons:
+            self.finish_reason = reasons[0]
+        elif self.room <= 0:
+            self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def take_back(self, length: int) -> None:
+        """Forgets the tokens from ``length`` on, after a walk that failed."""
+        del self.ids[length:], self.choices[length - self.prompt_length :]
+        self._filled = min(self._filled, length)
+        self.finish_reason = None
 
 
 class Engine:
@@ -122,22 +163,15 @@ class Engine:
         logits = self.target.forward(forest, [session.cache for session in sessions]).logits
         _synchronise(self.target.device)
         clock.lap("forward")
-        verdicts = [
-            follow(tree, session.sampler.chooser(logits[start : start + tree.rows], (tree.depths + length).tolist()))
-            for session, tree, start, length in zip(
-                sessions, trees, forest.offsets, forest.context_lengths, strict=True
-            )
-        ]
-        cuts = [_cut(session, verdict) for session, verdict in zip(sessions, verdicts, strict=True)]
+        verdicts = _walk(sessions, forest, logits)
         clock.lap("verify")
-        for session, verdict, cut in zip(sessions, verdicts, cuts, strict=True):
+        for session, verdict in zip(sessions, verdicts, strict=True):
             # The last emitted token is the next root: its row, if it has one, is computed again with its children.
-            session.cache.commit((0, *verdict.path[: cut - 1]))
-            session.ids += verdict.tokens[:cut]
+            session.cache.commit((0, *verdict.path[: len(verdict.tokens) - 1]))
         clock.lap("commit")
-        self._learn(sessions, forest, verdicts, cuts, logits)
+        self._learn(sessions, forest, verdicts, logits)
         clock.lap("draft")
-        return self._record(sessions, forest, verdicts, cuts, clock)
+        return self._record(sessions, forest, verdicts, clock)
 
     def _draft(self, sessions: Sequence[Session]) -> list[DraftTree]:
         depths = tuple(
@@ -175,7 +209,6 @@ class Engine:
         sessions: Sequence[Session],
         forest: Forest,
         verdicts: Sequence[Verdict[Choice]],
-        cuts: Sequence[int],
         logits: torch.Tensor,
     ) -> None:
         if self._disabled or self.nodes == 0:
@@ -187,10 +220,8 @@ class Engine:
         def observe() -> None:
             candidates = _candidates(logits, self.drafter.candidates) if self.drafter.candidates else None
             outcomes = [
-                Outcome(
-                    tree, verdict.path[:cut], verdict.tokens[:cut], candidates and candidates.rows(start, tree.rows)
-                )
-                for tree, start, verdict, cut in zip(forest.trees, forest.offsets, verdicts, cuts, strict=True)
+                Outcome(tree, verdict.path, verdict.tokens, candidates and candidates.rows(start, tree.rows))
+                for tree, start, verdict in zip(forest.trees, forest.offsets, verdicts, strict=True)
             ]
             self.drafter.observe(sessions, outcomes)
 
@@ -223,7 +254,6 @@ class Engine:
         sessions: Sequence[Session],
         forest: Forest,
         verdicts: Sequence[Verdict[Choice]],
-        cuts: Sequence[int],
         clock: "_Clock",
     ) -> list[PassRecord]:
         messages = tuple(self.take_warnings())
@@ -242,11 +272,11 @@ class Engine:
                 parents=arrays[i][1],
                 path_prob=arrays[i][2],
                 ranks=ranks[i],
-                path=verdicts[i].path[: cuts[i]],
-                emitted=verdicts[i].tokens[: cuts[i]],
-                logprobs=tuple(choice.logprob for choice in verdicts[i].choices[: cuts[i]]),
-                scores=tuple(choice.score for choice in verdicts[i].choices[: cuts[i]]),
-                ended="accepted" if cuts[i] <= len(verdicts[i].path) else verdicts[i].ended,
+                path=verdicts[i].path,
+                emitted=verdicts[i].tokens,
+                logprobs=tuple(choice.logprob for choice in verdicts[i].choices),
+                scores=tuple(choice.score for choice in verdicts[i].choices),
+                ended=verdicts[i].ended,
                 times=clock.share(forest.trees[i].rows / forest.rows),
                 warnings=messages if i == 0 else (),
             )
@@ -262,15 +292,24 @@ class Engine:
         return messages
 
 
-def _cut(session: Session, verdict: Verdict[Choice]) -> int:
-    """How many tokens of the verdict belong to the text; marks the session as finished where it ends."""
-    for count, token in enumerate(verdict.tokens[: session.room], start=1):
-        if token in session.eos_ids:
-            session.finish_reason = "stop"
-            return count
-    if len(verdict.tokens) >= session.room:
-        session.finish_reason = "length"
-    return min(len(verdict.tokens), session.room)
+def _walk(sessions: Sequence[Session], forest: Forest, logits: torch.Tensor) -> list[Verdict[Choice]]:
+    """Walks down every tree; tokens enter the texts as they are chosen, and none is judged beyond the end of its text.
+
+    If a walk fails the texts of all sessions are as they were before it.
+    """
+    lengths = [len(session.ids) for session in sessions]
+    verdicts = []
+    try:
+        for session, tree, start, context in zip(
+            sessions, forest.trees, forest.offsets, forest.context_lengths, strict=True
+        ):
+            rows, positions = logits[start : start + tree.rows], (tree.depths + context).tolist()
+            verdicts.append(follow(tree, session.sampler.chooser(rows, positions, session.text), session.emit))
+    except BaseException:
+        for session, length in zip(sessions, lengths, strict=True):
+            session.take_back(length)
+        raise
+    return verdicts
 
 
 def _candidates(logits: torch.Tensor, count: int) -> Candidates:

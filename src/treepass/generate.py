@@ -1,49 +1,30 @@
 """``TreeDecoder``: text from a model, several tokens per pass, token for token what the model alone would write."""
 
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from treepass import support
+from treepass.cache import TreeCache
 from treepass.drafters import Drafter, build_drafter
 from treepass.engine import Engine, Session
-from treepass.errors import PromptError, TreepassWarning
+from treepass.errors import PromptError
 from treepass.models import load
 from treepass.record import PassRecord, Report
-from treepass.sampling import Sampler, SamplingParams, draw_seed
+from treepass.sampling import Choice, Sampler, SamplingParams, draw_seed
+from treepass.settings import Settings, merged, prepare, sampling_fields
 from treepass.target import HFTarget
 
-NOT_APPLIED = {
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "watermarking_config": None,
-    "penalty_alpha": None,
-    "dola_layers": None,
-    "token_healing": False,
-    "force_words_ids": None,
-    "max_time": None,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "sequence_bias": None,
-    "exponential_decay_length_penalty": None,
-    "guidance_scale": None,
-    "stop_strings": None,
-    "num_beams": 1,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-}
-"""Fields of a model's generation config that would change the text but are not applied, and what leaves them idle."""
+DEFAULT_NEW_TOKENS = 256
+"""Tokens to emit at most, where nothing else is said."""
+
+NEGATIVE_PROMPT = ("negative_prompt_ids", "negative_prompt_attention_mask")
+"""Arguments of transformers' ``generate`` for classifier-free guidance."""
 
 DEFAULT_NODES = 32
 """Most drafted nodes per sequence and pass, until a budget is measured."""
@@ -59,7 +40,7 @@ class TreeOutput:
     Attributes:
         sequences: int64 [samples, longest], prompt and emitted tokens, padded on the right.
         ids: the emitted tokens of every sample, without prompt and padding.
-        finish_reasons: ``stop``, ``length`` or ``interrupted`` for every sample.
+        finish_reasons: ``stop``, ``length``, ``time`` or ``interrupted`` for every sample.
         report: counts over all samples.
         reports: counts of every sample.
         records: the passes of all samples in the order in which they ran; empty if not kept.
@@ -67,6 +48,7 @@ class TreeOutput:
         drafter: name of the drafter.
         rule: name of the verification rule.
         lossless: whether the rule keeps the target's law.
+        choices: what is known of every emitted token of every sample: log-probability, score, alternatives, rows.
     """
 
     sequences: torch.Tensor
@@ -79,6 +61,17 @@ class TreeOutput:
     drafter: str
     rule: str = "follow"
     lossless: bool = True
+    choices: list[list[Choice]] = field(default_factory=list)
+
+    @property
+    def logprobs(self) -> list[list[float]]:
+        """Log-probability of every emitted token of every sample under the raw model."""
+        return [[choice.logprob for choice in sample] for sample in self.choices]
+
+    @property
+    def scores(self) -> list[list[float]]:
+        """Score of every emitted token of every sample after processors, temperature and truncation."""
+        return [[choice.score for choice in sample] for sample in self.choices]
 
 
 class TreeDecoder:
@@ -105,8 +98,7 @@ class TreeDecoder:
             memory: whether a drafter built from a name remembers earlier requests. It is bounded, it belongs to this
                 decoder alone, and it never changes the text.
             attention: ``dense`` or ``per_sequence``; if None the latter where it is verified for the type of model.
-            kernel: kernel of the ``dense`` attention, ``grouped``, ``sdpa`` or ``eager``; the fastest for the device
-                if None.
+            kernel: kernel of the attention, ``grouped``, ``sdpa`` or ``eager``; the fastest for the device if None.
 
         Raises:
             UnsupportedModelError: if the model cannot decode trees exactly.
@@ -119,6 +111,8 @@ class TreeDecoder:
         if isinstance(model, str):
             loaded = load(model)
             model, self.tokenizer = loaded.model, loaded.tokenizer
+        if isinstance(model, HFTarget) and not (attention is None and kernel is None):
+            raise ValueError("a target has its attention and kernel already; give them where it is made")
         self.target = model if isinstance(model, HFTarget) else HFTarget(model, attention, kernel)
         self.nodes = nodes
         self.drafter = build_drafter(drafter, vocab_size=self.target.vocab_size, memory=memory)
@@ -128,75 +122,125 @@ class TreeDecoder:
         input_ids: Any,
         *,
         attention_mask: Any = None,
-        max_new_tokens: int = 256,
-        temperature: float = 0.0,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
         top_k: int | None = None,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
+        top_p: float | None = None,
+        min_p: float | None = None,
         seed: int | None = None,
-        num_return_sequences: int = 1,
+        num_return_sequences: int | None = None,
         eos_token_id: int | Sequence[int] | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[LogitsProcessor] = (),
+        stopping_criteria: Sequence[StoppingCriteria] = (),
+        prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+        tokenizer: Any = None,
+        streamer: BaseStreamer | None = None,
+        top_logprobs: int = 0,
+        keep_rows: bool = False,
         callback: Callable[[PassRecord], None] | None = None,
         should_stop: Callable[[], bool] | None = None,
         keep_records: bool = True,
+        cache: TreeCache | None = None,
+        **settings: Any,
     ) -> TreeOutput:
         """Continues prompts.
 
         Args:
             input_ids: one prompt as a list of ids or int tensor [tokens], or several as a list of lists or int
                 tensor [batch, tokens].
-            attention_mask: for a padded tensor, [batch, tokens], 0 at padding.
-            max_new_tokens: tokens to emit at most, per sample. The text also ends where the model's maximum length
-                is reached.
-            temperature: 0 for greedy decoding.
+            attention_mask: for a padded tensor, [batch, tokens], 0 at padding. Without it every id counts as text: it
+                is not guessed from a padding id.
+            max_new_tokens: tokens to emit at most, per sample; ``DEFAULT_NEW_TOKENS`` unless ``max_length`` or
+                ``generation_config`` say otherwise. The text also ends where the model's maximum length is reached.
+            temperature: 0, the default, for greedy decoding. Where ``do_sample`` is set, here or in
+                ``generation_config``, what is not given here is taken from there.
             top_k: see ``SamplingParams``; so are ``top_p`` and ``min_p``.
             seed: key of the noise; the same seed gives the same text with every drafter and with none. Drawn and
                 reported if None.
-            num_return_sequences: samples per prompt, each with noise of its own.
+            num_return_sequences: samples per prompt, each with noise of its own; 1 unless ``generation_config`` says
+                otherwise.
             eos_token_id: token or tokens that end the text; by default those of the model's generation config. An
                 empty sequence for none.
+            generation_config: settings of transformers in place of the model's own. Where it sets ``do_sample``, its
+                temperature, top-k, top-p and min-p apply.
+            logits_processor: processors of transformers, called along the walk only: once for every node of it, with
+                that node's prefix, one sequence at a time. A processor that keeps state is declared by the attribute
+                ``stateful = True`` and copied for every sequence.
+            stopping_criteria: criteria of transformers, asked after every token.
+            prefix_allowed_tokens_fn: as in ``generate``; called with the index of the prompt and its text.
+            tokenizer: for ``stop_strings``; by default that of a model loaded by name.
+            streamer: a streamer of transformers; it gets the prompt, then every token by itself. For one prompt and
+                one sample.
+            top_logprobs: how many of the likeliest tokens of the raw model to report beside every token.
+            keep_rows: whether to keep the raw and the processed row of every token, [vocabulary] each.
             callback: called with the record of every pass of every sample as soon as it is done.
             should_stop: asked before every pass; if it answers True, what is there is returned with the finish
                 reason ``interrupted``.
             keep_records: whether to keep the records in the output.
+            cache: rows of the beginning of the one prompt, of this decoder's target; see ``session``.
+            **settings: any other field of ``GenerationConfig``: ``repetition_penalty``, ``no_repeat_ngram_size``,
+                ``bad_words_ids``, ``min_new_tokens``, ``stop_strings``, ``max_time``, ...; those of the model's own
+                generation config apply unless they are set here.
 
         Returns:
             Samples in the order of the prompts, samples of one prompt together.
 
         Raises:
             PromptError: if a prompt is empty, malformed or leaves no room below the model's maximum length.
-            LogitsError: if the model's logits at a node of the walk are NaN, infinite or all masked.
-            ValueError: if an argument is outside its range.
+            LogitsError: if the model's logits at a node of the walk are NaN, infinite or all masked, or a processor
+                raises, returns another shape or masks everything there.
+            ValueError: if an argument is outside its range, a setting unknown, or one that means another way of
+                decoding; conflicting settings get transformers' own errors.
         """
-        for name, value in (("max_new_tokens", max_new_tokens), ("num_return_sequences", num_return_sequences)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
         # A model may have been put back into training mode since the decoder was made.
         support.require_structure(self.target.model)
-        seed = draw_seed() if seed is None else seed
-        params = SamplingParams(temperature, top_k, top_p, min_p, seed)
         prompts = _prompts(input_ids, attention_mask)
         for number, prompt in enumerate(prompts):
             self._check_prompt(prompt, "the prompt" if len(prompts) == 1 else f"prompt {number}")
-        engine = Engine(self.target, self.drafter, self.nodes)
-        eos_ids = self._eos(eos_token_id)
-        sessions: list[Session] = []
-        records: list[PassRecord] = []
-        ignored = self._ignored_settings()
-        try:
-            self._admit(engine, sessions, prompts, params, max_new_tokens, num_return_sequences, eos_ids)
-            live = list(sessions)
-            while live and not (should_stop and should_stop()):
-                for record in engine.step(live):
-                    if keep_records:
-                        records.append(record)
-                    if callback:
-                        callback(record)
-                live = [session for session in live if session.finish_reason is None]
-        finally:
-            for session in sessions:
-                engine.release(session)
-        return self._output(sessions, records, params.seed, ignored + engine.take_warnings())
+        own = {name: settings.pop(name) for name in NEGATIVE_PROMPT if name in settings}
+        signature = inspect.signature(self.generate).parameters
+        config = merged(self.target.model.generation_config, generation_config, settings, signature)
+        lengths = _lengths_asked(max_new_tokens, generation_config, settings)
+        samples = num_return_sequences
+        if samples is None:
+            samples = (generation_config and generation_config.num_return_sequences) or 1
+        for name, value in (("max_new_tokens", lengths.new_tokens), ("num_return_sequences", samples)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if streamer is not None and len(prompts) * samples > 1:
+            raise ValueError("a streamer takes one prompt and one sample")
+        if own and len(prompts) > 1:
+            raise ValueError(f"{', '.join(own)} take one prompt")
+        if cache is not None and len(prompts) > 1:
+            raise ValueError("a session takes one prompt")
+        asked = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+        samples_by_setting = settings.get("do_sample") or (
+            generation_config is not None and generation_config.do_sample
+        )
+        params = _sampling(config if samples_by_setting else None, asked, draw_seed() if seed is None else seed)
+        config.update(**sampling_fields(params), num_return_sequences=1, max_length=None)
+        if eos_token_id is not None:
+            config.eos_token_id = _token_ids("eos_token_id", eos_token_id) or None
+        requests = []
+        for number, prompt in enumerate(prompts):
+            wanted = lengths.of(len(prompt))
+            room = min(wanted, self.target.max_length - len(prompt))
+            config.max_new_tokens = room
+            prepared = prepare(
+                self.target.model,
+                prompt,
+                config,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+                tokenizer=tokenizer or self.tokenizer,
+                **own,
+            )
+            forks = [(sample, prepared.fork(number)) for sample in range(samples)]
+            requests.append(Request(prompt, forks, cache=cache, cut_from=wanted if room < wanted else None))
+        kept = Kept(top_logprobs, keep_rows, keep_records)
+        return self.decode(requests, params.seed, streamer, kept, callback, should_stop)
 
     def _check_prompt(self, prompt: list[int], name: str) -> None:
         limit = self.target.max_length
@@ -215,60 +259,88 @@ class TreeDecoder:
                 "was it made with another tokenizer?"
             )
 
-    def _eos(self, eos_token_id: int | Sequence[int] | None) -> frozenset[int]:
-        if eos_token_id is None:
-            eos_token_id = self.target.model.generation_config.eos_token_id
-        ids = _plain([] if eos_token_id is None else eos_token_id)
-        ids = ids if isinstance(ids, list) else [ids]
-        if any(type(token) is not int for token in ids):
-            raise ValueError(f"eos_token_id must be a token id or several, got {eos_token_id!r}")
-        return frozenset(ids)
-
-    def _ignored_settings(self) -> list[str]:
-        config = self.target.model.generation_config
-        found = [
-            f"{name}={value!r}"
-            for name, idle in NOT_APPLIED.items()
-            if (value := getattr(config, name, None)) is not None and value != idle
-        ]
-        if config.cache_implementation == "quantized":
-            found.append("cache_implementation='quantized'")
-        if not found:
-            return []
-        message = f"the model's generation config sets {', '.join(found)}, which treepass does not apply"
-        warnings.warn(message, TreepassWarning, stacklevel=3)
-        return [message]
-
-    def _admit(
+    @torch.no_grad()
+    def decode(
         self,
-        engine: Engine,
-        sessions: list[Session],
-        prompts: list[list[int]],
-        params: SamplingParams,
-        max_new_tokens: int,
-        samples: int,
-        eos_ids: frozenset[int],
-    ) -> None:
+        requests: Sequence["Request"],
+        seed: int,
+        streamer: BaseStreamer | None,
+        kept: "Kept",
+        callback: Callable[[PassRecord], None] | None = None,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> TreeOutput:
+        """Decodes all samples of all prompts as one forest; ``generate`` makes the requests.
+
+        Args:
+            requests: the prompts with what their samples obey.
+            seed: key of the noise.
+            streamer: see ``generate``.
+            kept: what to keep beside the text.
+            callback: see ``generate``.
+            should_stop: see ``generate``.
+        """
+        engine = Engine(self.target, self.drafter, self.nodes)
+        sessions: list[Session] = []
+        records: list[PassRecord] = []
+        if streamer is not None:
+            streamer.put(torch.tensor([[*requests[0].padding, *requests[0].prompt]]))
+        try:
+            for request in requests:
+                self._admit(engine, sessions, request, seed, kept)
+            live = [session for session in sessions if session.finish_reason is None]
+            while live and not (should_stop and should_stop()):
+                for record in engine.step(live):
+                    if kept.records:
+                        records.append(record)
+                    if streamer is not None:
+                        for token in record.emitted:
+                            streamer.put(torch.tensor([token]))
+                    if callback:
+                        callback(record)
+                live = [session for session in live if session.finish_reason is None]
+        finally:
+            for session in sessions:
+                engine.release(session)
+            if streamer is not None:
+                streamer.end()
+        return self._output(sessions, records, seed, engine.take_warnings())
+
+    def _admit(self, engine: Engine, sessions: list[Session], request: "Request", seed: int, kept: "Kept") -> None:
         """Adds one session per sample; samples of a prompt copy the rows that the first one computed."""
-        for prompt in prompts:
-            room = min(max_new_tokens, self.target.max_length - len(prompt))
-            first: Session | None = None
-            for sample in range(samples):
-                session = Session(
-                    ids=list(prompt),
-                    max_new_tokens=room,
-                    eos_ids=eos_ids,
-                    sampler=Sampler(params, sample),
-                    cache=first.cache.copy() if first else self.target.new_cache(len(prompt) + room + self.nodes),
-                    sequence=len(sessions),
+        first: Session | None = None
+        for sample, settings in request.samples:
+            room = settings.max_new_tokens
+            session = Session(
+                ids=list(request.prompt),
+                max_new_tokens=room,
+                eos_ids=settings.eos_ids,
+                sampler=Sampler(
+                    SamplingParams(**settings.sampling, seed=seed),
+                    sample,
+                    process=settings.process if settings.process.processors else None,
+                    top=kept.top_logprobs,
+                    keep_rows=kept.rows,
+                ),
+                cache=first.cache.copy() if first else request.cache or self._new_cache(request, room),
+                sequence=len(sessions),
+                criteria=settings.criteria,
+                padding=request.padding,
+                device=self.target.device,
+            )
+            sessions.append(session)
+            engine.admit(session)
+            if request.cut_from:
+                session.report.warnings.append(
+                    f"max_new_tokens was cut from {request.cut_from} to {room} by {self.target.length_reason}"
                 )
-                sessions.append(session)
-                engine.admit(session)
-                if room < max_new_tokens:
-                    session.report.warnings.append(
-                        f"max_new_tokens was cut from {max_new_tokens} to {room} by {self.target.length_reason}"
-                    )
-                first = first or session
+            first = first or session
+
+    def _new_cache(self, request: "Request", room: int) -> TreeCache:
+        return self.target.new_cache(len(request.prompt) + room + self.nodes)
+
+    def session(self) -> "TreeSession":
+        """A text that goes on: every turn reuses the rows of what it has in common with the turn before."""
+        return TreeSession(self)
 
     def _output(self, sessions: list[Session], records: list[PassRecord], seed: int, late: list[str]) -> TreeOutput:
         report = Report(warnings=late)
@@ -288,7 +360,132 @@ class TreeDecoder:
             records=records,
             seed=seed,
             drafter=self.drafter.name,
+            choices=[session.choices for session in sessions],
         )
+
+
+class TreeSession:
+    """A text that goes on over several turns.
+
+    Attributes:
+        ids: the whole text so far.
+    """
+
+    def __init__(self, decoder: TreeDecoder) -> None:
+        """Args: the decoder whose target and drafter write the text."""
+        self.decoder = decoder
+        self.ids: list[int] = []
+        self._cache = decoder.target.new_cache()
+
+    def generate(self, input_ids: Any, **settings: Any) -> TreeOutput:
+        """One turn.
+
+        Args:
+            input_ids: the whole text up to here, as ``TreeDecoder.generate`` takes it; where it departs from what was
+                written before, the rows from there on are computed anew.
+            **settings: of ``TreeDecoder.generate``; one sample.
+
+        Returns:
+            The output of this turn.
+
+        Raises:
+            PromptError, LogitsError, ValueError: see ``TreeDecoder.generate``; the session can go on afterwards.
+        """
+        if settings.get("num_return_sequences", 1) != 1:
+            raise ValueError("a session has one text; num_return_sequences must be 1")
+        prompts = _prompts(input_ids, settings.pop("attention_mask", None))
+        if len(prompts) != 1:
+            raise ValueError("a session takes one prompt")
+        prompt = prompts[0]
+        common = next((i for i, (a, b) in enumerate(zip(prompt, self.ids, strict=False)) if a != b), None)
+        common = min(len(prompt), len(self.ids)) if common is None else common
+        # The last token of the prompt is the root of the first tree, whose row is computed with it.
+        self._cache.truncate(max(0, min(common, len(prompt) - 1, self._cache.length)))
+        self.ids = prompt
+        try:
+            output = self.decoder.generate([prompt], cache=self._cache, **settings)
+        except BaseException:
+            self._cache.truncate(max(0, min(len(prompt) - 1, self._cache.length)))
+            raise
+        self.ids = [*prompt, *output.ids[0]]
+        return output
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt, and what its samples obey.
+
+    Attributes:
+        prompt: token ids.
+        samples: for each sample its index, which keys its noise, and its settings.
+        padding: tokens that processors and criteria see before the prompt.
+        cache: rows of the beginning of the prompt that are there already, for its first sample.
+        cut_from: the number of new tokens asked for, where the model's maximum length allows fewer.
+    """
+
+    prompt: Sequence[int]
+    samples: Sequence[tuple[int, Settings]]
+    padding: Sequence[int] = ()
+    cache: TreeCache | None = None
+    cut_from: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What to keep of a request beside its text.
+
+    Attributes:
+        top_logprobs: likeliest tokens beside every emitted one.
+        rows: whether raw and processed rows are kept.
+        records: whether pass records are kept.
+    """
+
+    top_logprobs: int = 0
+    rows: bool = False
+    records: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """How long a text may become: by new tokens, else by all of them."""
+
+    new_tokens: int | None
+    total: int | None
+
+    def of(self, prompt_length: int) -> int:
+        """New tokens of a text whose prompt has this length; at least one."""
+        if self.new_tokens is not None:
+            return self.new_tokens
+        return DEFAULT_NEW_TOKENS if self.total is None else max(1, self.total - prompt_length)
+
+
+def _lengths_asked(
+    max_new_tokens: int | None, config: GenerationConfig | None, settings: Mapping[str, Any]
+) -> _Lengths:
+    """The first that is set of: the argument, the setting ``max_length``, the configuration's two."""
+    if max_new_tokens is not None:
+        return _Lengths(max_new_tokens, None)
+    if settings.get("max_length") is not None:
+        return _Lengths(None, settings["max_length"])
+    return _Lengths(None, None) if config is None else _Lengths(config.max_new_tokens, config.max_length)
+
+
+def _sampling(config: GenerationConfig | None, asked: Mapping[str, Any], seed: int) -> SamplingParams:
+    """What is asked for, over what a configuration says that samples, over greedy decoding."""
+    fields: dict[str, Any] = {}
+    if config is not None:
+        fields = {"temperature": 1.0, "top_k": 50}  # what transformers takes where a configuration says nothing
+        fields |= {name: value for name in asked if (value := getattr(config, name)) is not None}
+    fields |= {name: value for name, value in asked.items() if value is not None}
+    return SamplingParams(**fields, seed=seed)
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
+    ids = _plain(value)
+    ids = ids if isinstance(ids, list) else [ids]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"{name} must be a token id or several, got {value!r}")
+    return ids
 
 
 def _prompts(input_ids: Any, attention_mask: Any) -> list[list[int]]:

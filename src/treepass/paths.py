@@ -28,6 +28,13 @@ BATCH_ROWS = 4096
 """Most tokens of one plain forward of several texts."""
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """The device that takes the input ids; offloaded embeddings name it in their hook."""
+    embeddings = model.get_input_embeddings()
+    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
+    return embeddings.weight.device if device is None else torch.device(device)
+
+
 def is_plain_linear(module: torch.nn.Module) -> bool:
     """Whether a module is torch's own linear layer, or that of a model in transformers, with weights as they were."""
     weight = getattr(module, "weight", None)
@@ -83,11 +90,12 @@ class Difference:
 
     def add(self, got: torch.Tensor, expected: torch.Tensor) -> None:
         """Compares two [rows, vocabulary]."""
-        finite = torch.isfinite(expected)  # some heads mask tokens of their own accord
-        error = (got - expected).abs().where(finite, (~torch.isneginf(got)).to(got.dtype) * float("inf"))
-        worst = float(error.nan_to_num(float("inf"), float("inf")).max())
-        self.error = max(self.error, worst)
-        self.scale = max(self.scale, float(expected.abs().where(finite, 0.0 * expected.new_ones(())).max()))
+        # Some heads mask tokens of their own accord: two equal infinities are no difference.
+        error = (got - expected).abs().masked_fill(got == expected, 0.0)
+        self.error = max(self.error, float(error.nan_to_num(float("inf"), float("inf")).max()))
+        finite = expected[torch.isfinite(expected)].abs()
+        if len(finite):
+            self.scale = max(self.scale, float(finite.max()))
         self.rows += len(got)
         self.choices += int((got.argmax(-1) != expected.argmax(-1)).sum())
 
@@ -102,7 +110,7 @@ def path_logits(model: PreTrainedModel, texts: Sequence[Sequence[int]]) -> torch
     for place, text in enumerate(texts):
         by_length[len(text)].append(place)
     rows: list[torch.Tensor | None] = [None] * len(texts)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     for length, places in by_length.items():
         size = max(1, BATCH_ROWS // length)
@@ -172,9 +180,15 @@ class PathComparison:
 
 
 def one_tree_difference(target: "Target", model: PreTrainedModel) -> Difference:
-    """The difference over two passes with one path kept between them: 12 tokens of context and 12 nodes each."""
+    """The difference over two passes with a path kept between them.
+
+    Two sequences of 12 and 7 tokens, where the model's maximum length allows them, with a tree of 12 nodes each.
+    """
     comparison = PathComparison(target, model, np.random.default_rng(0))
-    comparison.start([comparison.rng.integers(target.vocab_size, size=12).tolist()])
+    depth = max(1, min(4, target.max_length // 4))
+    room = max(1, target.max_length - 2 * (depth + 1))
+    lengths = (min(12, room), min(7, room))
+    comparison.start([comparison.rng.integers(target.vocab_size, size=length).tolist() for length in lengths])
     for _ in range(2):
-        comparison.step(comparison.random_trees(12, 4))
+        comparison.step(comparison.random_trees(12, depth))
     return comparison.difference

@@ -10,9 +10,9 @@ the seed alone.
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -76,12 +76,18 @@ class Choice:
     Attributes:
         token: the chosen token.
         logprob: its log-probability under the raw model, natural logarithm.
-        score: its score after temperature and truncation, as transformers' ``scores``.
+        score: its score after processors, temperature and truncation, as in transformers' ``scores``.
+        top: the likeliest tokens of the raw model and their log-probabilities, if asked for.
+        logits: [vocabulary], raw, if rows are kept.
+        processed: [vocabulary], after processors, temperature and truncation, -inf where cut off, if rows are kept.
     """
 
     token: int
     logprob: float
     score: float
+    top: tuple[tuple[int, float], ...] = ()
+    logits: torch.Tensor | None = None
+    processed: torch.Tensor | None = None
 
 
 def draw_seed() -> int:
@@ -112,15 +118,49 @@ class Noise:
         return -np.log(-np.log((bits.astype(np.float64) + 0.5) * 2.0**-_UNIFORM_BITS))
 
 
+class Process(Protocol):
+    """What the scores of a row go through before the choice; see ``processors.ProcessorChain``."""
+
+    def __call__(self, prefix: torch.Tensor, row: torch.Tensor, node: int, position: int) -> torch.Tensor:
+        """[1, tokens] and [vocabulary] to the processed [vocabulary]; node and position are for messages."""
+        ...
+
+    @property
+    def removes_invalid(self) -> bool:
+        """Whether NaN and infinite logits of the model are dealt with."""
+        ...
+
+
 class Sampler:
     """Choices of one sample of one request."""
 
-    def __init__(self, params: SamplingParams, sample: int = 0) -> None:
-        """Args: the request's parameters and the index of this sample within the request."""
+    def __init__(
+        self,
+        params: SamplingParams,
+        sample: int = 0,
+        *,
+        process: Process | None = None,
+        top: int = 0,
+        keep_rows: bool = False,
+    ) -> None:
+        """A sampler.
+
+        Args:
+            params: the request's parameters.
+            sample: index of this sample within the request.
+            process: what the scores go through before temperature and truncation.
+            top: how many of the likeliest tokens to report with every choice.
+            keep_rows: whether every choice carries its raw and its processed row.
+        """
         self.params = params
         self.noise = Noise(params.seed, sample)
+        self.process = process
+        self.top = top
+        self.keep_rows = keep_rows
 
-    def chooser(self, logits: torch.Tensor, positions: Sequence[int]) -> Callable[[int], Choice]:
+    def chooser(
+        self, logits: torch.Tensor, positions: Sequence[int], prefix: Callable[[], torch.Tensor] | None = None
+    ) -> Callable[[int], Choice]:
         """The choices at the rows of a pass, as a function of the row that does no more work than it is asked for.
 
         On the CPU a row is judged when the walk reaches it. On an accelerator, where every look costs a
@@ -129,34 +169,68 @@ class Sampler:
         Args:
             logits: [rows, vocabulary], raw logits.
             positions: position of each row; its choice stands one further.
+            prefix: int64 [1, tokens], the text up to and including the row that is being judged; for processors.
         """
-        if not self.params.greedy or logits.device.type == "cpu":
-            return lambda node: self.choose(logits[node], positions[node] + 1, node)
+        plain = self.params.greedy and not (self.process or self.top or self.keep_rows)
+        if not plain or logits.device.type == "cpu":
+            return lambda node: self.choose(logits[node], positions[node] + 1, node, prefix)
         judged = _greedy(_at_least_float32(logits)).tolist()
         return lambda node: _checked(judged[node], node, positions[node])
 
-    def choose(self, logits: torch.Tensor, position: int, node: int = 0) -> Choice:
+    def choose(
+        self, logits: torch.Tensor, position: int, node: int = 0, prefix: Callable[[], torch.Tensor] | None = None
+    ) -> Choice:
         """The choice at one node.
 
         Args:
             logits: [vocabulary], the raw logits of the node.
             position: index in the sequence of the token to be chosen.
             node: row of the node in its tree, for the error message.
+            prefix: see ``chooser``.
 
         Raises:
-            LogitsError: if the logits are NaN, infinite or all masked.
+            LogitsError: if the logits are NaN, infinite or all masked, before or after the processors.
         """
         row = _at_least_float32(logits)
-        greedy = _checked(_greedy(row[None])[0].tolist(), node, position - 1)
-        if self.params.greedy:
+        judged = _greedy(row[None])[0].tolist()
+        # Logits that are not finite may be what a processor is there to remove; log-probabilities are NaN then.
+        repaired = self.process is not None and self.process.removes_invalid
+        greedy = Choice(int(judged[0]), *judged[1:]) if repaired else _checked(judged, node, position - 1)
+        if self.params.greedy and not (self.process or self.top or self.keep_rows):
             return greedy
-        tokens, scores = self.support(row)
-        perturbed = scores + self.noise.gumbel(position, tokens)
-        # Support tokens ascend, so the first of equals has the lowest id.
-        token = int(tokens[perturbed.argmax()])
-        logit = float(row[token])
-        log_total = float(row[greedy.token]) - greedy.logprob
-        return Choice(token, logit - log_total, logit / self.params.temperature)
+        log_total = float(row.logsumexp(dim=-1)) if repaired else float(row[greedy.token]) - greedy.logprob
+        scores = row
+        if self.process:
+            if prefix is None:
+                raise ValueError("processors need the text before the choice")
+            scores = self.process(prefix(), row, node, position - 1)
+        temperature = self.params.temperature or 1.0
+        if self.params.greedy:
+            token, tokens = int(scores.argmax()), None
+        else:
+            tokens, perturbed = self.support(scores)
+            perturbed = perturbed + self.noise.gumbel(position, tokens)
+            # Support tokens ascend, so the first of equals has the lowest id.
+            token = int(tokens[perturbed.argmax()])
+        choice = Choice(token, float(row[token]) - log_total, float(scores[token]) / temperature)
+        if not (self.top or self.keep_rows):
+            return choice
+        return replace(choice, **self._kept(row, log_total, scores / temperature, tokens))
+
+    def _kept(
+        self, row: torch.Tensor, log_total: float, scores: torch.Tensor, tokens: torch.Tensor | None
+    ) -> dict[str, Any]:
+        kept: dict[str, Any] = {}
+        if self.top:
+            values, ids = row.topk(min(self.top, len(row)))
+            kept["top"] = tuple(zip(ids.tolist(), (values.double() - log_total).tolist(), strict=True))
+        if self.keep_rows:
+            processed = scores
+            if tokens is not None:
+                processed = torch.full_like(scores, float("-inf"))
+                processed[tokens] = scores[tokens]
+            kept |= {"logits": row.clone(), "processed": processed.clone()}
+        return kept
 
     def draft_scores(self, logprobs: FloatArray, tokens: IntArray, position: int) -> FloatArray:
         """What a drafter ranks candidates by: ``log q + G`` with the noise of the choice that it tries to foresee.

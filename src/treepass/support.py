@@ -21,7 +21,7 @@ from packaging.version import Version
 from transformers import DynamicCache, PreTrainedModel
 
 from treepass.errors import UnsupportedModelError
-from treepass.paths import allowed_share, one_tree_difference, replaced_linears, rounding_dtype
+from treepass.paths import allowed_share, input_device, one_tree_difference, replaced_linears, rounding_dtype
 
 if TYPE_CHECKING:
     from treepass.target import HFTarget
@@ -54,6 +54,9 @@ LAYERWISE_ADAPTERS = frozenset(
 
 POSITIONAL_FIELDS = ("alibi", "position_embedding_type", "attention_type", "is_causal", "use_bidirectional_attention")
 """Settings by which some models of a type are exact and others may not be."""
+
+CAUSAL_ANYWAY = frozenset({"gpt_neox", "gpt_neox_japanese"})
+"""Types that have a field ``is_decoder`` and pay no heed to it."""
 
 SOFT_CAPPED = frozenset({"gemma2", "vaultgemma"})
 """Types with a soft cap on their scores, which older versions of transformers leave out of their SDPA."""
@@ -124,7 +127,7 @@ def require_exact(target: "HFTarget") -> None:
         raise UnsupportedModelError(refusal(target.model, refused["reason"]))
     if is_verified(target.model):
         return
-    key = _configuration_hash(target)
+    key = type(target.model), _configuration_hash(target)
     if key not in _TRIED:
         _TRIED[key] = _try_one_tree(target)
     if _TRIED[key]:
@@ -159,7 +162,7 @@ def _device_of(module: torch.nn.Module, model: PreTrainedModel) -> torch.device:
     return next((weight.device for weight in module.parameters()), input_device(model))
 
 
-_TRIED: dict[str, str] = {}
+_TRIED: dict[tuple[type, str], str] = {}
 """What came of the comparisons made in this process: a reason to refuse, or nothing."""
 
 
@@ -183,11 +186,15 @@ def _first_line(error: BaseException) -> str:
 
 
 def is_verified(model: PreTrainedModel) -> bool:
-    """Whether the model's type is exact in the table, for a version of transformers that the table covers."""
+    """Whether the model is of a type that is exact in the table, for a version of transformers that the table covers.
+
+    Its class must be the one that was measured: code from elsewhere may use the name of a type.
+    """
     table = verified_table()
     oldest, newest = (Version(version) for version in table["transformers"])
     entry = table["exact"].get(model.config.model_type)
-    known = entry is not None and entry["positions"] == positional_features(model.config.get_text_config())
+    own = type(model).__module__.startswith("transformers.models.") and entry and type(model).__name__ == entry["class"]
+    known = bool(own) and entry["positions"] == positional_features(model.config.get_text_config())
     return known and oldest <= Version(transformers.__version__) <= newest
 
 
@@ -206,6 +213,16 @@ def default_attention(model: PreTrainedModel) -> str:
     """``per_sequence`` where it is verified for the model's type, else ``dense``."""
     entry = verified_table()["exact"].get(model.config.model_type, {})
     return "per_sequence" if is_verified(model) and "per_sequence" in entry["attention"] else "dense"
+
+
+def require_attention(model: PreTrainedModel, attention: str) -> None:
+    """Refuses an attention that is not exact for a verified type.
+
+    Raises:
+        UnsupportedModelError: naming the model type and the attention.
+    """
+    if is_verified(model) and attention not in verified_table()["exact"][model.config.model_type]["attention"]:
+        raise UnsupportedModelError(refusal(model, f"not exact with attention '{attention}'; take 'dense'"))
 
 
 def counts_positions_from_cache(model: PreTrainedModel) -> bool:
@@ -254,13 +271,6 @@ def cache_layers(config: Any) -> int:
     return max(len(DynamicCache(config=config).layers), config.num_hidden_layers)
 
 
-def input_device(model: PreTrainedModel) -> torch.device:
-    """The device that takes the input ids; offloaded embeddings name it in their hook."""
-    embeddings = model.get_input_embeddings()
-    device = getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None)
-    return embeddings.weight.device if device is None else torch.device(device)
-
-
 def _structural_reason(model: Any) -> str | None:
     config = getattr(model, "config", None)
     if not isinstance(model, PreTrainedModel) or config is None:
@@ -279,6 +289,9 @@ def _structural_reason(model: Any) -> str | None:
         return "it is in training mode, in whole or in part; call model.eval() first"
     if not config.return_dict:
         return "its configuration sets return_dict=False, with which its own parts do not run; set it to True"
+    encoder = "is_decoder" in type(config).__dataclass_fields__ and not config.is_decoder
+    if encoder and config.model_type not in CAUSAL_ANYWAY:
+        return "it is an encoder, which sees what comes later; load it with is_decoder=True"
     if config.model_type in SOFT_CAPPED and config._attn_implementation == "sdpa":
         return "its own attention, 'sdpa', leaves out the soft cap; load it with attn_implementation='eager'"
     forward_parameters(model)
@@ -312,5 +325,5 @@ def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
 
 
 def _configuration_hash(target: "HFTarget") -> str:
-    facts = [type(target.model).__name__, target.config.to_json_string(), str(target.dtype), target.attention]
-    return hashlib.sha256("\n".join([*facts, target.kernel, transformers.__version__]).encode()).hexdigest()
+    facts = [target.config.to_json_string(), str(target.dtype), target.attention, target.kernel]
+    return hashlib.sha256("\n".join([*facts, transformers.__version__]).encode()).hexdigest()

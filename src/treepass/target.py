@@ -93,14 +93,16 @@ class HFTarget:
             ValueError: if ``attention`` or ``kernel`` is unknown.
         """
         if attention is not None and attention not in ATTENTIONS:
-            raise ValueError(unknown("attention", attention, ATTENTIONS))
+            raise ValueError(unknown("attention", str(attention), ATTENTIONS))
         if kernel is not None and kernel not in KERNELS:
-            raise ValueError(unknown("kernel", kernel, KERNELS))
+            raise ValueError(unknown("kernel", str(kernel), KERNELS))
         model = support.unwrapped(model)
         support.require_structure(model)
         self.model: PreTrainedModel = model
         self.config = model.config.get_text_config()
         self.attention = attention or support.default_attention(model)
+        if verify:
+            support.require_attention(model, self.attention)
         self.kernel = kernel or default_kernel(self.device)
         self.vocab_size = int(self.config.vocab_size)
         self.max_length, self.length_reason = support.longest_text(self.config)
@@ -165,7 +167,7 @@ class HFTarget:
         if self._parameters.logits_to_keep:
             arguments["logits_to_keep"] = 0 if kept is None else kept
         try:
-            with running(self._configs, current):
+            with running(self.model, self._configs, current):
                 output = self.model(**arguments)
         except NotImplementedError as error:
             raise UnsupportedModelError(support.refusal(self.model, str(error))) from error

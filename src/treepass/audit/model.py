@@ -94,6 +94,9 @@ def audit_model(
 ) -> ModelAudit:
     """Audits a model.
 
+    While it looks whether errors would be noticed it puts them in for the whole process: nothing else should decode
+    meanwhile.
+
     Args:
         model: a transformers causal language model in evaluation mode; it is left as it was.
         nodes: drafted nodes of each random tree.

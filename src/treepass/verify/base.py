@@ -23,14 +23,15 @@ class Verdict(Generic[C]):
     Attributes:
         path: accepted rows, from a child of the root downwards; empty if the first level was rejected.
         choices: the target's choice at the root and at every accepted row; ``choices[i].token`` is the token of
-            ``path[i]``, and the last one is the correction or the bonus.
+            ``path[i]``, and the last one is the correction or the bonus, unless the text ended before.
         ended: ``bonus`` if the path ends in a leaf, so that the last choice is an extra token; ``correction`` if the
-            last choice took the place of the children that were drafted there.
+            last choice took the place of the children that were drafted there; ``accepted`` if the text ends with the
+            last row of the path.
     """
 
     path: tuple[int, ...]
     choices: tuple[C, ...]
-    ended: Literal["correction", "bonus"]
+    ended: Literal["accepted", "correction", "bonus"]
 
     @property
     def tokens(self) -> tuple[int, ...]:

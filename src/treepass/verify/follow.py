@@ -6,7 +6,7 @@ from treepass.tree import DraftTree
 from treepass.verify.base import C, Verdict
 
 
-def follow(tree: DraftTree, choose: Callable[[int], C]) -> Verdict[C]:
+def follow(tree: DraftTree, choose: Callable[[int], C], ends: Callable[[C], bool] = lambda choice: False) -> Verdict[C]:
     """Follows the target's choices down the tree.
 
     Only rows on the walk are judged, each once. Law-exact for any tree that was built without looking at the target's
@@ -16,6 +16,7 @@ def follow(tree: DraftTree, choose: Callable[[int], C]) -> Verdict[C]:
     Args:
         tree: the draft.
         choose: the target's choice at a row.
+        ends: asked after every choice, in order, whether the text ends with it; what lies below is not judged then.
     """
     row = 0
     path: list[int] = []
@@ -24,7 +25,10 @@ def follow(tree: DraftTree, choose: Callable[[int], C]) -> Verdict[C]:
         choice = choose(row)
         choices.append(choice)
         child = tree.child(row, choice.token)
+        ended = ends(choice)
         if child is None:
             return Verdict(tuple(path), tuple(choices), "bonus" if tree.is_leaf(row) else "correction")
         path.append(child)
+        if ended:
+            return Verdict(tuple(path), tuple(choices), "accepted")
         row = child
