@@ -1,6 +1,7 @@
 """Trees inside ``model.generate``, and texts that go on over several turns."""
 
 import copy
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from transformers import DynamicCache, LogitsProcessor
 from transformers.generation.streamers import BaseStreamer
 
 import treepass
+from treepass.drafters import LanguageModelDrafter
 from treepass.errors import LogitsError, PromptError
 from treepass.generate import TreeDecoder
 from treepass.testing import WatchedTarget, tiny_llama
@@ -196,3 +198,142 @@ def test_sampling_goes_on_as_in_one_text(model):
     for _ in range(3):
         parts += session.generate([*prompt, *parts], max_new_tokens=8, temperature=0.8, seed=3).ids[0]
     assert parts == whole
+
+
+# --- token by token ---------------------------------------------------------------------------------------------------
+
+
+@arch
+def test_a_stream_gives_the_tokens_of_generate_and_ends_with_its_reader(model):
+    decoder = TreeDecoder(model)
+    whole = decoder.generate([5, 9, 3], max_new_tokens=20, temperature=0.8, seed=4)
+    streamed = list(decoder.stream([5, 9, 3], max_new_tokens=20, temperature=0.8, seed=4))
+    assert [choice.token for choice in streamed] == whole.ids[0]
+    np.testing.assert_allclose([choice.logprob for choice in streamed], whole.logprobs[0], rtol=0, atol=1e-10)
+    records = []
+    stream = decoder.stream([5, 9, 3], max_new_tokens=400, callback=records.append)
+    first = next(stream)
+    assert first.token == greedy_text(model, [5, 9, 3], 1)[0]
+    threads = threading.active_count()
+    stream.close()
+    assert threading.active_count() == threads - 1
+    assert sum(len(record.emitted) for record in records) < 400
+
+
+@arch
+def test_an_error_of_a_stream_is_raised_where_it_is_read(model):
+    class Broken(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            if input_ids.shape[1] > 6:
+                raise RuntimeError("broken")
+            return scores
+
+    stream = TreeDecoder(model, "none").stream([5, 9, 3], logits_processor=[Broken()])
+    assert [next(stream).token for _ in range(4)] == greedy_text(model, [5, 9, 3], 4)
+    with pytest.raises(LogitsError, match="Broken at node"):
+        next(stream)
+    with pytest.raises(ValueError, match="one prompt and one sample"):
+        next(TreeDecoder(model).stream([[1], [2]]))
+
+
+# --- another model as the drafter -------------------------------------------------------------------------------------
+
+
+@arch
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 5}, {"temperature": 1.0, "top_k": 8, "seed": 6}])
+def test_a_draft_model_changes_no_text_and_one_that_is_the_target_is_accepted_whole(model, sampling):
+    prompts = [[5, 9, 3], [7], [1, 2, 3, 4, 5, 6]]
+    plain = TreeDecoder(model, None).generate(prompts, max_new_tokens=30, eos_token_id=(), **sampling)
+    same = TreeDecoder(model, model).generate(prompts, max_new_tokens=30, eos_token_id=(), **sampling)
+    other = TreeDecoder(model, tiny_llama(8, vocab_size=VOCAB, layers=1)).generate(
+        prompts, max_new_tokens=30, eos_token_id=(), **sampling
+    )
+    assert same.drafter == "lm"
+    assert same.ids == other.ids == plain.ids
+    # Of a chain of 5 as many are bought as seem worth it, and all of those are right.
+    assert same.report.tokens_per_pass > 2.5
+    assert same.report.accepted == same.report.nodes
+
+
+@arch
+def test_a_draft_model_computes_no_row_twice(model):
+    drafter = LanguageModelDrafter(model, VOCAB)
+    drafter.target = watched = WatchedTarget(drafter.target)
+    out = TreeDecoder(model, drafter).generate([5, 9, 3, 7], max_new_tokens=25)
+    rows = sum(forest.rows for forest in watched.forests)
+    # Every token of the text but the last, and at most one more per pass for the node behind an accepted chain.
+    assert rows <= 4 + 25 + out.report.passes
+    assert drafter._drafts == {}
+
+
+@arch
+def test_another_vocabulary_is_refused(model):
+    with pytest.raises(ValueError, match="vocabulary of 4000 tokens, the target one of 64"):
+        TreeDecoder(model, tiny_llama(0, vocab_size=4000))
+
+
+# --- forced tokens ----------------------------------------------------------------------------------------------------
+
+TEMPLATE = [11, 12, 13, 14, 15, 16, 17, 18]
+
+
+class Form(LogitsProcessor):
+    """Every fourth token is free; the ones between are those of a template, which it says beforehand."""
+
+    def __init__(self, start):
+        self.start, self.calls = start, []
+
+    def forced_token(self, input_ids):
+        place = input_ids.shape[1] - self.start
+        return None if place % 4 == 3 else TEMPLATE[place % 4]
+
+    def __call__(self, input_ids, scores):
+        self.calls.append(input_ids[0].tolist())
+        token = self.forced_token(input_ids)
+        if token is None:
+            return scores
+        only = torch.full_like(scores, -float("inf"))
+        only[:, token] = scores[:, token]
+        return only
+
+
+@arch
+@pytest.mark.parametrize("drafter", ["none", "auto", "random"])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 3}])
+def test_forced_tokens_cost_no_rows_but_their_own(model, drafter, sampling):
+    form = Form(4)
+    out = TreeDecoder(model, drafter).generate(
+        [5, 9, 3, 7], max_new_tokens=40, eos_token_id=(), logits_processor=[form], **sampling
+    )
+    plain = TreeDecoder(model, nodes=0).generate(
+        [5, 9, 3, 7], max_new_tokens=40, eos_token_id=(), logits_processor=[Form(4)], **sampling
+    )
+    assert out.ids == plain.ids
+    text = [5, 9, 3, 7, *out.ids[0]]
+    assert form.calls == [text[:length] for length in range(4, 44)]
+    # Three forced tokens and the free one behind them come from each pass, whose tree is those three.
+    assert [record.emitted[:3] for record in out.records] == [(11, 12, 13)] * 10
+    assert out.report.passes == 10
+    assert out.report.nodes == out.report.accepted == 30
+
+
+@arch
+def test_a_prefix_function_that_allows_one_token_forces_it(model):
+    def allowed(row, text):
+        place = len(text) - 4
+        return [TEMPLATE[place]] if place < len(TEMPLATE) else list(range(20, 60))
+
+    out = TreeDecoder(model, "none").generate(
+        [5, 9, 3, 7], max_new_tokens=12, eos_token_id=(), prefix_allowed_tokens_fn=allowed
+    )
+    ids = torch.tensor([[5, 9, 3, 7]])
+    expected = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=12,
+        do_sample=False,
+        pad_token_id=0,
+        prefix_allowed_tokens_fn=allowed,
+    )
+    assert out.ids[0] == expected[0, 4:].tolist()
+    assert out.records[0].emitted == (*TEMPLATE, out.ids[0][8])

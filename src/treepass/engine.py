@@ -13,6 +13,7 @@ last token, the first tree already hangs below the prompt, and every emitted tok
 
 import time
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -53,7 +54,9 @@ class Session:
         device: where they see the text.
         finish_reason: ``stop``, ``length`` or ``time`` once the text has ended.
         report: counts of this sequence.
-        choices: what is known of every emitted token.
+        logprobs: of every emitted token, under the raw model.
+        scores: of every emitted token, after processors, temperature and truncation.
+        choices: of every emitted token, where the sampler keeps more than that.
     """
 
     ids: list[int]
@@ -67,6 +70,8 @@ class Session:
     device: torch.device | None = None
     finish_reason: str | None = None
     report: Report = field(default_factory=Report)
+    logprobs: "array[float]" = field(default_factory=lambda: array("d"))
+    scores: "array[float]" = field(default_factory=lambda: array("d"))
     choices: list[Choice] = field(default_factory=list)
     prompt_length: int = field(init=False)
     _text: torch.Tensor | None = field(init=False, default=None)
@@ -95,7 +100,10 @@ class Session:
     def emit(self, choice: Choice) -> bool:
         """Adds a token to the text; whether the text ends with it."""
         self.ids.append(choice.token)
-        self.choices.append(choice)
+        self.logprobs.append(choice.logprob)
+        self.scores.append(choice.score)
+        if self.sampler.top or self.sampler.keep_rows:
+            self.choices.append(choice)
         reasons = [finish_reason(one) for one in self.criteria if bool(one(self.text(), None))]
         if choice.token in self.eos_ids:
             self.finish_reason = "stop"
@@ -107,7 +115,8 @@ class Session:
 
     def take_back(self, length: int) -> None:
         """Forgets the tokens from ``length`` on, after a walk that failed."""
-        del self.ids[length:], self.choices[length - self.prompt_length :]
+        emitted = length - self.prompt_length
+        del self.ids[length:], self.logprobs[emitted:], self.scores[emitted:], self.choices[emitted:]
         self._filled = min(self._filled, length)
         self.finish_reason = None
 
@@ -178,7 +187,7 @@ class Engine:
             max(0, min(session.room - 1, self.target.max_length - 1 - session.cache.length)) for session in sessions
         )
         roots = [DraftTree.root_only(session.ids[-1]) for session in sessions]
-        if self._disabled or self.nodes == 0 or max(depths) == 0:
+        if self.nodes == 0 or max(depths) == 0:
             return roots
         plan = Plan(self.nodes, depths)
         trees: list[DraftTree] = roots
@@ -188,7 +197,10 @@ class Engine:
             trees = self._bought(sessions, plan, self.drafter.propose(sessions, plan))
 
         self._guard("propose", propose)
-        return trees
+        return [
+            _forced_chain(session, min(depth, self.nodes)) or tree
+            for session, tree, depth in zip(sessions, trees, depths, strict=True)
+        ]
 
     def _bought(self, sessions: Sequence[Session], plan: Plan, drafts: Sequence[DraftTree]) -> list[DraftTree]:
         """The drafts, cut to the plan.
@@ -290,6 +302,20 @@ class Engine:
         """The warnings that no record carries yet."""
         messages, self._pending_warnings = self._pending_warnings, []
         return messages
+
+
+def _forced_chain(session: Session, depth: int) -> DraftTree | None:
+    """The tokens that must come next, as far as processors know them beforehand: a chain that is accepted whole."""
+    process = session.sampler.process
+    if process is None or depth == 0:
+        return None
+    text, chain = session.text(), [session.ids[-1]]
+    while len(chain) <= depth and (token := process.forced(text)) is not None:
+        chain.append(token)
+        text = torch.cat([text, text.new_tensor([[token]])], dim=1)
+        if token in session.eos_ids:
+            break
+    return DraftTree.chain(chain) if len(chain) > 1 else None
 
 
 def _walk(sessions: Sequence[Session], forest: Forest, logits: torch.Tensor) -> list[Verdict[Choice]]:

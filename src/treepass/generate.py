@@ -1,8 +1,10 @@
 """``TreeDecoder``: text from a model, several tokens per pass, token for token what the model alone would write."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -48,7 +50,10 @@ class TreeOutput:
         drafter: name of the drafter.
         rule: name of the verification rule.
         lossless: whether the rule keeps the target's law.
-        choices: what is known of every emitted token of every sample: log-probability, score, alternatives, rows.
+        logprobs: log-probability of every emitted token of every sample under the raw model.
+        scores: score of every emitted token of every sample after processors, temperature and truncation.
+        choices: every emitted token of every sample with the likeliest others, or its rows; empty unless these were
+            asked for.
     """
 
     sequences: torch.Tensor
@@ -61,17 +66,9 @@ class TreeOutput:
     drafter: str
     rule: str = "follow"
     lossless: bool = True
+    logprobs: list[list[float]] = field(default_factory=list)
+    scores: list[list[float]] = field(default_factory=list)
     choices: list[list[Choice]] = field(default_factory=list)
-
-    @property
-    def logprobs(self) -> list[list[float]]:
-        """Log-probability of every emitted token of every sample under the raw model."""
-        return [[choice.logprob for choice in sample] for sample in self.choices]
-
-    @property
-    def scores(self) -> list[list[float]]:
-        """Score of every emitted token of every sample after processors, temperature and truncation."""
-        return [[choice.score for choice in sample] for sample in self.choices]
 
 
 class TreeDecoder:
@@ -92,8 +89,9 @@ class TreeDecoder:
         Args:
             model: a transformers causal language model in evaluation mode, an alias, folder or hub id to load, or a
                 target made before, which has an attention and a kernel already.
-            drafter: ``auto`` (suffix and recycling together), ``suffix``, ``recycling``, ``random``, ``none``, or a
-                drafter object. An object given to several decoders shares its memory among them.
+            drafter: ``auto`` (suffix and recycling together), ``suffix``, ``recycling``, ``random``, ``none``, another
+                causal language model with the same vocabulary, which drafts a chain, or a drafter object. An object
+                given to several decoders shares its memory among them.
             nodes: most drafted nodes per sequence and pass; 0 is plain decoding.
             memory: whether a drafter built from a name remembers earlier requests. It is bounded, it belongs to this
                 decoder alone, and it never changes the text.
@@ -166,7 +164,9 @@ class TreeDecoder:
                 temperature, top-k, top-p and min-p apply.
             logits_processor: processors of transformers, called along the walk only: once for every node of it, with
                 that node's prefix, one sequence at a time. A processor that keeps state is declared by the attribute
-                ``stateful = True`` and copied for every sequence.
+                ``stateful = True`` and copied for every sequence. One that knows beforehand which token must follow
+                says so by a method ``forced_token(input_ids)``, without changing its state: such tokens cost a row each
+                and no pass.
             stopping_criteria: criteria of transformers, asked after every token.
             prefix_allowed_tokens_fn: as in ``generate``; called with the index of the prompt and its text.
             tokenizer: for ``stop_strings``; by default that of a model loaded by name.
@@ -338,6 +338,53 @@ class TreeDecoder:
     def _new_cache(self, request: "Request", room: int) -> TreeCache:
         return self.target.new_cache(len(request.prompt) + room + self.nodes)
 
+    def stream(self, input_ids: Any, **arguments: Any) -> Iterator[Choice]:
+        """The tokens of one text, one by one, each as soon as its pass is done.
+
+        Closing the iterator, or leaving its loop, ends the generation.
+
+        Args:
+            input_ids: one prompt.
+            **arguments: of ``generate``; one sample.
+
+        Yields:
+            Every emitted token with its log-probability and score.
+
+        Raises:
+            What ``generate`` raises, at the token where it happens.
+        """
+        prompts = _prompts(input_ids, arguments.get("attention_mask"))
+        if arguments.get("num_return_sequences", 1) != 1 or len(prompts) > 1:
+            raise ValueError("a stream takes one prompt and one sample")
+        left = Event()
+        asked, told = arguments.pop("should_stop", None), arguments.pop("callback", None)
+        passes: SimpleQueue[PassRecord | BaseException | None] = SimpleQueue()
+
+        def tell(record: PassRecord) -> None:
+            if told:
+                told(record)
+            passes.put(record)
+
+        def run() -> None:
+            try:
+                self.generate(
+                    input_ids, callback=tell, should_stop=lambda: left.is_set() or bool(asked and asked()), **arguments
+                )
+                passes.put(None)
+            except BaseException as error:  # it is raised where the tokens are read
+                passes.put(error)
+
+        worker = Thread(target=run, name="treepass stream", daemon=True)
+        worker.start()
+        try:
+            while (record := passes.get()) is not None:
+                if isinstance(record, BaseException):
+                    raise record
+                yield from map(Choice, record.emitted, record.logprobs, record.scores)
+        finally:
+            left.set()
+            worker.join()
+
     def session(self) -> "TreeSession":
         """A text that goes on: every turn reuses the rows of what it has in common with the turn before."""
         return TreeSession(self)
@@ -360,6 +407,8 @@ class TreeDecoder:
             records=records,
             seed=seed,
             drafter=self.drafter.name,
+            logprobs=[session.logprobs.tolist() for session in sessions],
+            scores=[session.scores.tolist() for session in sessions],
             choices=[session.choices for session in sessions],
         )
 

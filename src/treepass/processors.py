@@ -6,7 +6,7 @@ sequence: a processor with the attribute ``stateful`` is copied for every sequen
 
 import copy
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -79,6 +79,31 @@ class ProcessorChain:
             raise LogitsError(f"{culprit} returns NaN or infinite scores; remove_invalid_values=True removes them")
         return scores[0]
 
+    def forced(self, prefix: torch.Tensor) -> int | None:
+        """The only token that can follow, where a processor knows it beforehand; None otherwise.
+
+        ``prefix_allowed_tokens_fn`` knows it where it allows one token; a processor of one's own says it by a method
+        ``forced_token(input_ids)``, which must not change its state.
+
+        Args:
+            prefix: int64 [1, tokens].
+
+        Raises:
+            LogitsError: if a processor raises.
+        """
+        for processor in self.processors:
+            try:
+                token = _only_token(processor, prefix)
+            except Exception as error:
+                name, position = type(processor).__name__, prefix.shape[1] - 1
+                raise LogitsError(
+                    f"logits processor {name} failed to say what must follow position {position}: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            if token is not None:
+                return token
+        return None
+
     @property
     def removes_invalid(self) -> bool:
         """Whether NaN and infinite logits of the model are dealt with here."""
@@ -102,6 +127,31 @@ def split_sampling(processors: Iterable[LogitsProcessor]) -> tuple[list[LogitsPr
     return rest, found
 
 
+class _AskedOnce:
+    """``prefix_allowed_tokens_fn`` of one sequence, asked once for every prefix, though forced tokens look ahead."""
+
+    def __init__(self, allowed: Callable[[int, torch.Tensor], Any], prompt: int) -> None:
+        self._allowed = allowed
+        self._prompt = prompt
+        self._answers: dict[int, list[int]] = {}
+
+    def __call__(self, _: int, text: torch.Tensor) -> list[int]:
+        length = len(text)
+        if length not in self._answers:
+            self._answers[length] = list(self._allowed(self._prompt, text))
+        # The walk never goes back.
+        self._answers = {asked: answer for asked, answer in self._answers.items() if asked >= length}
+        return self._answers[length]
+
+
+def _only_token(processor: Any, prefix: torch.Tensor) -> int | None:
+    if isinstance(processor, PrefixConstrainedLogitsProcessor):
+        allowed = list(processor._prefix_allowed_tokens_fn(0, prefix[0]))
+        return int(allowed[0]) if len(allowed) == 1 else None
+    asked = getattr(processor, "forced_token", None)
+    return asked(prefix) if asked else None
+
+
 def _is_plain(warper: Any) -> bool:
     """Whether a warper does what ``SamplingParams`` does: cuts off whatever it cuts off, and may leave one token."""
     fields = vars(warper)
@@ -110,8 +160,7 @@ def _is_plain(warper: Any) -> bool:
 
 def _forked(processor: Any, prompt: int, row: int) -> Any:
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, text: allowed(prompt, text), num_beams=1)
+        return PrefixConstrainedLogitsProcessor(_AskedOnce(processor._prefix_allowed_tokens_fn, prompt), num_beams=1)
     for name in ("prompt_ignore_length", "encoder_input_ids"):  # what the prompts' own processors hold of every row
         rows = getattr(processor, name, None)
         if isinstance(rows, torch.Tensor) and len(rows) > 1:

@@ -125,6 +125,10 @@ class Process(Protocol):
         """[1, tokens] and [vocabulary] to the processed [vocabulary]; node and position are for messages."""
         ...
 
+    def forced(self, prefix: torch.Tensor) -> int | None:
+        """The only token that can follow, if that is known beforehand."""
+        ...
+
     @property
     def removes_invalid(self) -> bool:
         """Whether NaN and infinite logits of the model are dealt with."""

@@ -6,6 +6,8 @@ from typing import Annotated
 import typer
 
 from treepass.cli.audit import app as audit_verbs
+from treepass.cli.chat import EPILOG as CHAT_EXAMPLES
+from treepass.cli.chat import chat
 from treepass.cli.env import EPILOG as ENV_EXAMPLES
 from treepass.cli.env import env
 from treepass.cli.generate import EPILOG as GENERATE_EXAMPLES
@@ -28,6 +30,7 @@ app = typer.Typer(
 )
 
 app.command("generate", epilog=GENERATE_EXAMPLES)(generate)
+app.command("chat", epilog=CHAT_EXAMPLES)(chat)
 app.add_typer(audit_verbs)
 app.command("models", epilog=MODELS_EXAMPLES)(models)
 app.command("env", epilog=ENV_EXAMPLES)(env)

@@ -1,6 +1,8 @@
-"""One completion from the name of a model to the last line of the summary."""
+"""One completion from the name of a model to the last line of the summary; its parts, which a conversation shares."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import torch
 from treepass import models
 from treepass.cli.comparison import Comparer, Comparison
 from treepass.cli.interrupt import Interrupts
+from treepass.cli.options import Setup
 from treepass.cli.output import ExitCode, note, print_json
 from treepass.cli.progress import CaughtWarnings, LiveLine, Speedometer
 from treepass.cli.summary import Completion, contents, describe, print_summary
@@ -16,7 +19,7 @@ from treepass.cli.text import TextWriter
 from treepass.cli.trace import Trace
 from treepass.embedded import quiet_transformers
 from treepass.errors import PromptError, TreepassError
-from treepass.generate import TreeDecoder, TreeOutput
+from treepass.generate import TreeDecoder, TreeOutput, TreeSession
 from treepass.record import PassRecord, Report
 
 if TYPE_CHECKING:
@@ -38,17 +41,15 @@ def complete(
     Raises:
         TreepassError: if that is impossible.
     """
-    try:
-        loaded, decoder = _load(request, live)
+    with memory_explained():
+        loaded, decoder = load(request, live)
         prompt = encode(loaded.tokenizer, request.prompt, request.raw)
         live.clear()
         caught.show()
         with interrupts.deferred():
             writer = None if request.as_json else TextWriter(loaded.tokenizer)
-            run = _Run(request, decoder, prompt, live, interrupts, trace, writer)
-            output, comparison = run.all()
-    except torch.OutOfMemoryError as error:
-        raise TreepassError(f"{error}; give a smaller --max-new-tokens, --nodes or model, or --device cpu") from error
+            run = Writing(request, live, interrupts, writer, trace)
+            output, comparison = _write_and_compare(request, decoder, prompt, run)
     live.clear()
     caught.add(output.report.warnings)
     caught.show()
@@ -71,15 +72,33 @@ def complete(
     return _exit_code(done)
 
 
-def _load(request: "Request", live: LiveLine) -> tuple[models.LoadedModel, TreeDecoder]:
-    if request.threads is not None:
-        torch.set_num_threads(request.threads)
-    live.show(f"loading {request.model}")
+@contextmanager
+def memory_explained() -> Iterator[None]:
+    """Within, a device without enough memory is an error that says what to do.
+
+    Raises:
+        TreepassError: in place of torch's own error.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TreepassError(f"{error}; give a smaller --max-new-tokens, --nodes or model, or --device cpu") from error
+
+
+def load(setup: Setup, live: LiveLine) -> tuple[models.LoadedModel, TreeDecoder]:
+    """The model with its drafter.
+
+    Raises:
+        TreepassError: if it cannot be loaded or cannot decode trees.
+    """
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    live.show(f"loading {setup.model}")
     # Without a network the hub's client reports every attempt in lines of its own; its last error is shown anyway.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    loaded = models.load(request.model, dtype=request.dtype, device=request.device, on_progress=live.show)
+    loaded = models.load(setup.model, dtype=setup.dtype, device=setup.device, on_progress=live.show)
     decoder = TreeDecoder(
-        loaded.model, request.drafter, nodes=request.nodes, attention=request.attention, kernel=request.kernel
+        loaded.model, setup.drafter, nodes=setup.nodes, attention=setup.attention, kernel=setup.kernel
     )
     return loaded, decoder
 
@@ -90,81 +109,105 @@ def encode(tokenizer: Any, prompt: str, raw: bool) -> list[int]:
     Raises:
         PromptError: if the template cannot be applied.
     """
-    with quiet_transformers():  # a prompt that is too long gets a message of our own
-        if raw or not getattr(tokenizer, "chat_template", None):
+    if raw or not getattr(tokenizer, "chat_template", None):
+        with quiet_transformers():  # a prompt that is too long gets a message of our own
             return tokenizer(prompt)["input_ids"]
+    return encode_chat(tokenizer, [{"role": "user", "content": prompt}], instead="use --raw")
+
+
+def encode_chat(tokenizer: Any, messages: list[dict[str, str]], instead: str) -> list[int]:
+    """The ids of a conversation in the model's chat template, up to where the answer begins.
+
+    Args:
+        tokenizer: that of the model.
+        messages: each with its ``role`` and its ``content``.
+        instead: what to do where that fails, for the message.
+
+    Raises:
+        PromptError: if the template cannot be applied.
+    """
+    with quiet_transformers():
         try:
-            messages = [{"role": "user", "content": prompt}]
             return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
         except Exception as error:  # the template is a program of the model's author
             raise PromptError(
-                f"the model's chat template cannot be applied ({type(error).__name__}: {error}); use --raw"
+                f"the model's chat template cannot be applied ({type(error).__name__}: {error}); {instead}"
             ) from error
 
 
-class _Run:
-    """Everything that Ctrl-C ends between two passes."""
+class Writing:
+    """One text, shown as it comes; Ctrl-C ends it between two passes."""
 
     def __init__(
         self,
-        request: "Request",
-        decoder: TreeDecoder,
-        prompt: list[int],
+        setup: Setup,
         live: LiveLine,
         interrupts: Interrupts,
-        trace: Trace,
         writer: TextWriter | None,
+        trace: Trace | None = None,
     ) -> None:
-        self._request = request
-        self._decoder = decoder
-        self._prompt = prompt
-        self._live = live
+        """Says how to write.
+
+        Args:
+            setup: the limit, and how to sample.
+            live: where progress is shown.
+            interrupts: whether the user wants no more of it.
+            writer: where the text goes; None to write none.
+            trace: where pass records go.
+        """
+        self.live = live
+        self._setup = setup
         self._interrupts = interrupts
-        self._trace = trace
         self._writer = writer
+        self.trace = trace or Trace(None)
         self._speed = Speedometer(live, "writing")
         self._so_far = Report()
 
-    def all(self) -> tuple[TreeOutput, Comparison | None]:
-        """The text, and what was asked for beside it."""
-        comparer = None
-        if self._request.compare:
-            comparer = Comparer(self._decoder, self._prompt, self._request.params, self._live, self._should_stop)
-            comparer.warm_up()
-        self._trace.start()
-        output = self._write()
-        if comparer is None or self._should_stop():
-            return output, None
-        return output, comparer.compare(output, self._request.max_new_tokens)
-
-    def _write(self) -> TreeOutput:
-        self._live.show(f"reading {len(self._prompt)} prompt tokens")
+    def run(self, decoder: TreeDecoder | TreeSession, prompt: list[int]) -> TreeOutput:
+        """Continues the prompt."""
+        self.live.show(f"reading {len(prompt)} prompt tokens")
         try:
-            return self._decoder.generate(
-                self._prompt,
-                max_new_tokens=self._request.max_new_tokens,
+            return decoder.generate(
+                prompt,
+                max_new_tokens=self._setup.max_new_tokens,
                 callback=self._on_pass,
-                should_stop=self._should_stop,
+                should_stop=self.should_stop,
                 keep_records=False,
-                **asdict(self._request.params),
+                **asdict(self._setup.params),
             )
         finally:
-            self._live.clear()
+            self.live.clear()
             if self._writer:
                 self._writer.finish()
 
     def _on_pass(self, record: PassRecord) -> None:
         if not self._so_far.passes:
-            self._live.clear()
+            self.live.clear()
         self._so_far.add(record)
-        self._trace.write(record)
+        self.trace.write(record)
         if self._writer:
             self._writer.write(record)
         if self._writer is None or not self._writer.on_terminal:
             self._speed.update(self._so_far.emitted, self._so_far.passes)
 
-    def _should_stop(self) -> bool:
+    def should_stop(self) -> bool:
+        """Whether Ctrl-C came."""
         return self._interrupts.requested
+
+
+def _write_and_compare(
+    request: "Request", decoder: TreeDecoder, prompt: list[int], writing: Writing
+) -> tuple[TreeOutput, Comparison | None]:
+    """The text, and what was asked for beside it."""
+    comparer = None
+    if request.compare:
+        comparer = Comparer(decoder, prompt, request.params, writing.live, writing.should_stop)
+        comparer.warm_up()
+    writing.trace.start()
+    output = writing.run(decoder, prompt)
+    if comparer is None or writing.should_stop():
+        return output, None
+    return output, comparer.compare(output, request.max_new_tokens)
 
 
 def _exit_code(done: Completion) -> ExitCode:

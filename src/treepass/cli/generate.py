@@ -3,19 +3,17 @@
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from treepass import models
+from treepass.cli import options
 from treepass.cli.interrupt import Interrupts
+from treepass.cli.options import Setup, require_positive, sampling_params
 from treepass.cli.output import examples
 from treepass.cli.progress import CaughtWarnings, LiveLine
 from treepass.cli.trace import Trace
-from treepass.errors import unknown
-
-if TYPE_CHECKING:
-    from treepass.sampling import SamplingParams
 
 EPILOG = examples(
     'treepass generate "Why is the sky blue?"',
@@ -25,59 +23,26 @@ EPILOG = examples(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The command line, checked as far as that is possible without a model.
-
-    Raises:
-        ValueError: if an argument is unknown or outside its range.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Setup):
+    """The command line, checked as far as that is possible without a model."""
 
     prompt: str
-    model: str
     raw: bool
-    max_new_tokens: int
-    params: "SamplingParams"
-    drafter: str
-    nodes: int
-    attention: str | None
-    kernel: str | None
-    dtype: str
-    device: str | None
-    threads: int | None
     compare: bool
-    as_json: bool
-
-    def __post_init__(self) -> None:
-        from treepass.attention import ATTENTIONS, KERNELS
-        from treepass.drafters import DRAFTERS
-        from treepass.generate import MAX_NODES
-
-        for name, value, known in (
-            ("drafter", self.drafter, DRAFTERS),
-            ("attention", self.attention, ATTENTIONS),
-            ("kernel", self.kernel, KERNELS),
-            ("dtype", self.dtype, ("auto", *models.DTYPES)),
-        ):
-            if value is not None and value not in known:
-                raise ValueError(unknown(name, value, known))
-        if not 0 <= self.nodes <= MAX_NODES:
-            raise ValueError(f"--nodes must be from 0 to {MAX_NODES}, got {self.nodes}")
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to answer or to continue; - reads it from standard input.")],
-    model: Annotated[str, typer.Option(help="Alias, folder or hub id.")] = models.DEFAULT_MODEL,
+    model: options.Model = models.DEFAULT_MODEL,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens only.")] = None,
-    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of this total probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Sample from tokens with this share of the likeliest's.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the noise.", show_default="drawn and reported")] = None,
-    drafter: Annotated[
-        str, typer.Option(help="auto, suffix, recycling, union, random or none; never changes the text.")
-    ] = "auto",
-    nodes: Annotated[int, typer.Option(help="Drafted nodes per pass at most; 0 is plain decoding.")] = 32,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    drafter: options.Drafter = "auto",
+    nodes: options.Nodes = 32,
     attention: Annotated[
         str | None,
         typer.Option(
@@ -88,11 +53,9 @@ def generate(
         str | None,
         typer.Option(help="Kernel of the attention: grouped, sdpa or eager.", show_default="fastest on the device"),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda where there is one, else cpu")
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads to compute with.", show_default="torch's own")] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    threads: options.Threads = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
@@ -111,10 +74,7 @@ def generate(
     130 interrupted.
     """
     prompt = _read_prompt(prompt, raw)
-    if max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
-    if threads is not None and threads < 1:
-        raise ValueError(f"--threads must be at least 1, got {threads}")
+    require_positive(max_new_tokens, threads)
     with CaughtWarnings() as caught, LiveLine() as live, Interrupts() as interrupts:
         live.show("loading")
         request = Request(
@@ -122,7 +82,7 @@ def generate(
             model=model,
             raw=raw,
             max_new_tokens=max_new_tokens,
-            params=_params(temperature, top_k, top_p, min_p, seed),
+            params=sampling_params(temperature, top_k, top_p, min_p, seed),
             drafter=drafter,
             nodes=nodes,
             attention=attention,
@@ -160,9 +120,3 @@ def _read_prompt(prompt: str, raw: bool) -> str:
     if not (prompt if raw else prompt.strip()):
         raise ValueError(f"{where} is empty; give at least one word")
     return prompt
-
-
-def _params(temperature: float, top_k: int | None, top_p: float, min_p: float, seed: int | None) -> "SamplingParams":
-    from treepass.sampling import SamplingParams, draw_seed
-
-    return SamplingParams(temperature, top_k, top_p, min_p, draw_seed() if seed is None else seed)

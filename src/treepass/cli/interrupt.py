@@ -43,6 +43,17 @@ class Interrupts:
             raise KeyboardInterrupt
         yield
 
+    @contextmanager
+    def one_of_many(self) -> Iterator[None]:
+        """``deferred`` for a part of the command: what was requested within is forgotten at its end."""
+        try:
+            with self.deferred():
+                yield
+        finally:
+            # In this order: a signal in between counts as one after the end.
+            self._deferred = False
+            self.requested = False
+
     def _handle(self, signal_number: int, frame: FrameType | None) -> None:
         if self.requested:
             os._exit(ExitCode.INTERRUPTED)

@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from treepass.drafters.base import Candidates, Draftable, Drafter, NoDrafter, Outcome, Plan, RandomDrafter
+from treepass.drafters.lm import LanguageModelDrafter
 from treepass.drafters.recycling import RecyclingDrafter
 from treepass.drafters.suffix import SuffixDrafter
 from treepass.drafters.union import UnionDrafter
@@ -18,6 +21,7 @@ __all__ = [
     "Candidates",
     "Draftable",
     "Drafter",
+    "LanguageModelDrafter",
     "NoDrafter",
     "Outcome",
     "Plan",
@@ -29,12 +33,12 @@ __all__ = [
 ]
 
 
-def build_drafter(drafter: str | Drafter | None, *, vocab_size: int, memory: bool = True) -> Drafter:
+def build_drafter(drafter: str | Drafter | PreTrainedModel | None, *, vocab_size: int, memory: bool = True) -> Drafter:
     """A drafter from its name; a drafter object is returned as it is, None is ``none``.
 
     Args:
-        drafter: one of ``DRAFTERS``, or a drafter.
-        vocab_size: the target's, for ``random``.
+        drafter: one of ``DRAFTERS``, a drafter, or another causal language model with the target's vocabulary.
+        vocab_size: the target's.
         memory: whether it remembers earlier requests.
 
     Raises:
@@ -42,6 +46,8 @@ def build_drafter(drafter: str | Drafter | None, *, vocab_size: int, memory: boo
     """
     if drafter is None:
         return NoDrafter()
+    if isinstance(drafter, PreTrainedModel):
+        return LanguageModelDrafter(drafter, vocab_size)
     if not isinstance(drafter, str):
         # A class has the parts too, but it is not a drafter before it is called.
         missing = [name for name in DRAFTER_PARTS if isinstance(drafter, type) or not hasattr(drafter, name)]
