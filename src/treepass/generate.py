@@ -341,7 +341,8 @@ class TreeDecoder:
     def stream(self, input_ids: Any, **arguments: Any) -> Iterator[Choice]:
         """The tokens of one text, one by one, each as soon as its pass is done.
 
-        Closing the iterator, or leaving its loop, ends the generation.
+        A pass runs only while the next token is waited for, so that the model is free in between. Closing the iterator,
+        or leaving its loop, ends the generation.
 
         Args:
             input_ids: one prompt.
@@ -359,6 +360,11 @@ class TreeDecoder:
         left = Event()
         asked, told = arguments.pop("should_stop", None), arguments.pop("callback", None)
         passes: SimpleQueue[PassRecord | BaseException | None] = SimpleQueue()
+        wanted: SimpleQueue[None] = SimpleQueue()
+
+        def ends() -> bool:
+            wanted.get()
+            return left.is_set() or bool(asked and asked())
 
         def tell(record: PassRecord) -> None:
             if told:
@@ -367,9 +373,7 @@ class TreeDecoder:
 
         def run() -> None:
             try:
-                self.generate(
-                    input_ids, callback=tell, should_stop=lambda: left.is_set() or bool(asked and asked()), **arguments
-                )
+                self.generate(input_ids, callback=tell, should_stop=ends, **arguments)
                 passes.put(None)
             except BaseException as error:  # it is raised where the tokens are read
                 passes.put(error)
@@ -377,12 +381,17 @@ class TreeDecoder:
         worker = Thread(target=run, name="treepass stream", daemon=True)
         worker.start()
         try:
-            while (record := passes.get()) is not None:
+            while True:
+                wanted.put(None)
+                record = passes.get()
+                if record is None:
+                    return
                 if isinstance(record, BaseException):
                     raise record
                 yield from map(Choice, record.emitted, record.logprobs, record.scores)
         finally:
             left.set()
+            wanted.put(None)
             worker.join()
 
     def session(self) -> "TreeSession":
