@@ -632,8 +632,8 @@ def check_passes(model, wanted: int, drafted: bool) -> None:
     objects, size = np.array(found).T
     assert objects.max() - objects[0] < 50
     # The text itself grows by one Python integer and one list entry per token, and by two floats, its log-probability
-    # and its score; a record would take kilobytes.
-    assert size[-1] - size[0] < 100 * passes + 20 * output.report.emitted + 20_000
+    # and its score; a record would take kilobytes. Free lists of torch and Python hold up to 200 bytes per pass.
+    assert size[-1] - size[0] < 200 * passes + 20 * output.report.emitted + 20_000
 
 
 @arch
